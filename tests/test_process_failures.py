@@ -21,12 +21,12 @@ import process_failures
 import pytest
 import torch
 import torch.distributed as dist
+import zmq
 from conftest import tiny_llama
 from process_failures import NUM_RANKS, Plan, run_forked_rank
 
-from pipedraft.inference.ranks import links as ranks
-from pipedraft.inference.ranks.codec import CODEC, CloseRanks, StageResult
-from pipedraft.inference.ranks.links import is_out_of_memory
+from pipedraft.inference.ranks.codec import StageResult
+from pipedraft.inference.ranks.links import LostLink, Sender, is_out_of_memory
 from pipedraft.inference.timeline import Timeline
 
 NAMES = ["rank 0 (controller)", "rank 1 (stage 0)", "rank 2 (stage 1)"]
@@ -173,21 +173,23 @@ def test_a_silent_link_ends_every_rank_with_a_line(folder):
     """Both ends live and reach everything else."""
     skip_without_filters()
     failure = partial(process_failures.silence_links, peer=1)
-    plan = Plan(folder=folder, failing_rank=2, failure=failure)
+    plan = Plan(folder=folder, failing_rank=2, failure=failure, spans_machines=True)
     outcome = outcome_of(plan, launcher_ends_all=True)
-    cause = r"rank 2 \(stage 1\): message \d+ of rank 1 \(stage 0\) did not come in 5 s"
+    cause = (
+        r"rank 1 \(stage 0\): lost rank 2 \(stage 1\): its tcp://127.0.0.1:\d+ is gone or silent"
+    )
     check_all_failed(outcome, [0, 1, 2], cause)
     assert (folder / "listening").read_text() == LOOPBACK
 
 
 @needs_linux
 def test_a_rank_cut_off_from_everything_ends_too(folder):
-    """No peer can be reached in either direction, and asking the store never returns."""
+    """No peer can be reached in either direction."""
     skip_without_filters()
-    plan = Plan(folder=folder, failing_rank=2, failure=process_failures.silence_links)
-    outcome = outcome_of(plan)
+    failure = process_failures.silence_links
+    outcome = outcome_of(Plan(folder=folder, failing_rank=2, failure=failure, spans_machines=True))
     check_all_failed(outcome, [0, 1], r"rank 2 \(stage 1\) is silent for 5 s")
-    check_all_failed(outcome, [2], "lost the store of the launch: no answer in 5 s")
+    check_all_failed(outcome, [2], r"rank 2 \(stage 1\): rank 0 \(controller\) is silent for 5 s")
 
 
 def skip_without_filters() -> None:
@@ -234,7 +236,8 @@ def test_a_launch_ends_ranks_that_do_not_find_out_that_one_was_killed(tmp_path):
         while len(list(tmp_path.glob("*.pid"))) < NUM_RANKS:
             assert process.poll() is None
             time.sleep(0.01)
-        addresses = process_failures.listening([process.pid])
+        ranks = [process_failures.rank_id(tmp_path, rank) for rank in range(NUM_RANKS)]
+        addresses = process_failures.listening([process.pid, *ranks])
         (tmp_path / "go").touch()
         said = process.communicate(timeout=100)[1]
         assert process.returncode == 1
@@ -269,25 +272,8 @@ def test_every_allocator_is_recognized():
 
 
 def test_memory_that_a_message_lacks_is_no_lost_link():
-    sender = ranks.Sender(1, ranks.ANSWER, Timeline("controller"))
-    with pytest.raises(RuntimeError, match="allocate") as caught:
-        sender.send(StageResult(verdicts=torch.zeros(1).expand(1 << 46)))
-    assert not isinstance(caught.value, ranks.LostLink) and is_out_of_memory(caught.value)
-
-
-def test_a_closed_link_awaits_nothing(monkeypatch):
-    """Another thread asks the closed link until this rank's other links are closed as well."""
-
-    class Done:
-        def wait(self, timeout):
-            pass
-
-    def receive_close(buffer, peer, *, tag):
-        frame = CODEC.encode(CloseRanks()).data
-        buffer[: len(frame)] = torch.frombuffer(frame, dtype=torch.uint8)
-        return Done()
-
-    monkeypatch.setattr(dist, "irecv", receive_close)
-    receiver = ranks.Receiver(1, ranks.FORWARD)
-    assert receiver.has_arrived() and isinstance(receiver.receive(), CloseRanks)
-    assert receiver.num_received == ranks.NUM_BUFFERS and not receiver.has_arrived()
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        sender = Sender(socket, 1, Timeline("controller"))
+        with pytest.raises(RuntimeError, match="allocate") as caught:
+            sender.send(StageResult(verdicts=torch.zeros(1).expand(1 << 46)))
+    assert not isinstance(caught.value, LostLink) and is_out_of_memory(caught.value)
