@@ -18,6 +18,7 @@ import torch
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.engine import Engine
 from pipedraft.inference.ranks.cluster import Cluster
+from pipedraft.inference.ranks.mail import Mail
 
 NUM_STAGES, NUM_RANKS = 2, 3
 SO_ATTACH_FILTER, BPF_RETURN = 26, 0x06  # Linux constants; Python's socket module lacks them
@@ -35,6 +36,10 @@ class Plan:
     num_new: int = 90_000
     """New tokens to decode; the default takes minutes."""
     failing_rank: int = -1
+    dies_at: str = ""
+    """Method of ``Mail`` that kills the failing rank: "bind" or "dial"."""
+    connect_s: float = 60
+    """Longest wait for the other ranks."""
     spans_machines: bool = False
     """Start each rank as the only one on its machine: they use TCP."""
     failure: Callable[[Path], None] | None = None
@@ -47,9 +52,11 @@ class PlainTokenizer:
 
 
 def run_rank(plan: Plan) -> None:
-    with Cluster() as cluster:
+    if plan.dies_at and int(os.environ["RANK"]) == plan.failing_rank:
+        setattr(Mail, plan.dies_at, lambda *_: end_now(plan.folder))
+    with Cluster(connect_s=plan.connect_s) as cluster:
         (plan.folder / f"rank{cluster.rank}.pid").write_text(str(os.getpid()))
-        if cluster.rank == plan.failing_rank:
+        if cluster.rank == plan.failing_rank and plan.failure is not None:
             signal.signal(signal.SIGUSR2, hold_memory)
             threading.Thread(target=fail_soon, args=(plan, cluster), daemon=True).start()
         if not cluster.is_controller:
@@ -81,9 +88,18 @@ def fail_soon(plan: Plan, cluster: Cluster) -> None:
         time.sleep(0.01)
     ranks = [rank_id(plan.folder, rank) for rank in range(NUM_RANKS)]
     (plan.folder / "listening").write_text(" ".join(listening(ranks)))
-    (plan.folder / "failed_at").write_text(str(time.monotonic()))
+    tell_time(plan.folder)
     assert plan.failure is not None
     plan.failure(plan.folder)
+
+
+def tell_time(folder: Path) -> None:
+    (folder / "failed_at").write_text(str(time.monotonic()))
+
+
+def end_now(folder: Path) -> None:
+    tell_time(folder)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 # -- failures ---------------------------------------------------------------------------------
@@ -129,6 +145,12 @@ def silence_links(folder: Path, *, peer: int | None = None) -> None:
     """Drop every incoming packet: from one rank, or from all."""
     for connection in connections(None if peer is None else rank_id(folder, peer)):
         drop_packets(connection)
+
+
+def cut_links(folder: Path, *, peer: int) -> None:
+    """End the connections with one rank, as a router that has restarted does."""
+    for connection in connections(rank_id(folder, peer)):
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 def drop_packets(connection: socket.socket) -> None:

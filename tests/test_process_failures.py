@@ -124,21 +124,27 @@ def outcome_of(plan: Plan, *, is_stopped: bool = False, launcher_ends_all: bool 
                         other.terminate()
         end = time.monotonic()
         statuses = [process.exitcode for process in ranks]
-    if plan.failure is not None:
+    if (plan.folder / "failed_at").exists():
         start = float((plan.folder / "failed_at").read_text())
     output = [(plan.folder / f"rank{rank}.log").read_text() for rank in range(NUM_RANKS)]
     return Outcome(statuses, end - start, output)
 
 
 def check_all_failed(
-    outcome: Outcome, ranks: list[int], cause: str, limit_s: float = LIMIT_S
+    outcome: Outcome,
+    ranks: list[int],
+    cause: str,
+    limit_s: float = LIMIT_S,
+    *,
+    have_names: bool = True,
 ) -> None:
     """Assert that these ranks ended in time with status 1 and one line each, naming the cause."""
     assert outcome.seconds < limit_s, outcome
     for rank in ranks:
         assert outcome.statuses[rank] == 1, outcome
         (line,) = outcome.lines(rank)
-        assert line.startswith(f"error: {NAMES[rank]}: "), line
+        name = NAMES[rank] if have_names else f"rank {rank} (starting)"
+        assert line.startswith(f"error: {name}: "), line
         assert re.search(cause, line), line
 
 
@@ -160,6 +166,24 @@ def test_a_lost_stage_ends_every_rank_with_a_line(number, cause, limit_s, folder
     check_all_failed(outcome, ended, cause, limit_s)
 
 
+def test_a_lost_controller_ends_every_rank_with_a_line(folder):
+    failure = partial(process_failures.receive_signal, number=signal.SIGKILL)
+    outcome = outcome_of(Plan(folder=folder, failing_rank=0, failure=failure))
+    check_all_failed(outcome, [1, 2], r"lost rank 0 \(controller\)")
+
+
+def test_a_rank_that_dies_before_the_ranks_have_met_ends_the_others(folder):
+    """The others know where it was, but cannot connect any more."""
+    outcome = outcome_of(Plan(folder=folder, failing_rank=2, dies_at="dial"))
+    cause = r"lost rank 2 \(starting\): no connection to ipc://.*--rank-host"
+    check_all_failed(outcome, [0, 1], cause, have_names=False)
+
+
+def test_a_rank_that_never_starts_is_named(folder):
+    outcome = outcome_of(Plan(folder=folder, failing_rank=1, dies_at="bind", connect_s=5))
+    check_all_failed(outcome, [0, 2], "rank 1 did not start in 5 s", have_names=False)
+
+
 def test_a_rank_that_was_suspended_goes_on(folder):
     """Known-bad: with a timeout, Python's sigtimedwait makes up a signal after a longer stop."""
     plan = Plan(folder=folder, num_new=500, failing_rank=2, failure=process_failures.be_suspended)
@@ -175,11 +199,17 @@ def test_a_silent_link_ends_every_rank_with_a_line(folder):
     failure = partial(process_failures.silence_links, peer=1)
     plan = Plan(folder=folder, failing_rank=2, failure=failure, spans_machines=True)
     outcome = outcome_of(plan, launcher_ends_all=True)
-    cause = (
-        r"rank 1 \(stage 0\): lost rank 2 \(stage 1\): its tcp://127.0.0.1:\d+ is gone or silent"
-    )
+    cause = r"rank 1 \(stage 0\): lost rank 2 \(stage 1\): no connection to tcp://127.0.0.1:\d+"
     check_all_failed(outcome, [0, 1, 2], cause)
     assert (folder / "listening").read_text() == LOOPBACK
+
+
+@needs_linux
+def test_a_link_that_is_reset_ends_every_rank_with_a_line(folder):
+    failure = partial(process_failures.cut_links, peer=1)
+    outcome = outcome_of(Plan(folder=folder, failing_rank=2, failure=failure, spans_machines=True))
+    cause = r"rank 1 \(stage 0\): lost rank 2 \(stage 1\): no connection to tcp://127.0.0.1:\d+"
+    check_all_failed(outcome, [0, 1, 2], cause)
 
 
 @needs_linux

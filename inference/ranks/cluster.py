@@ -26,7 +26,7 @@ from . import STORE_VARIABLE, TOKEN_VARIABLE, is_launched
 from .codec import Buffer, Cause, CloseRanks, Job
 from .links import Answers, DeviceLink, Local, Outbox, Receiver, Sender
 from .mail import Mail, own_address
-from .watch import CONNECT_S, STEP_S, Watch
+from .watch import STEP_S, Watch
 from .worker import SharedWorker
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 Told: TypeAlias = tuple[dict[str, str], str]
 """What a rank tells the others before they connect: its endpoints, and its GPU's UUID."""
-CONNECT_TIMEOUT, DAY = timedelta(seconds=CONNECT_S), timedelta(days=1)
+DAY = timedelta(days=1)
 
 
 class Cluster:
@@ -48,6 +48,7 @@ class Cluster:
         on_cpu: bool = False,
         host: str | None = None,
         port: int = 0,
+        connect_s: float = 60,
     ) -> None:
         """
         Args:
@@ -59,7 +60,8 @@ class Cluster:
             on_cpu: True to ignore GPUs.
             host: where the other ranks reach this one. None: the address on the way to rank 0, or
                 no network at all if every rank is on this machine.
-            port: listen on free ports from this one upward; 0: on any.
+            port: first port to listen on, with three for each rank of this machine; 0: any.
+            connect_s: longest wait for the other ranks, which start at the same time.
         """
         if not is_launched():
             raise ValueError(
@@ -67,7 +69,7 @@ class Cluster:
                 "several machines start it with torchrun"
             )
         self.rank, self.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        self._links, self._on_cpu = links, on_cpu
+        self._links, self._on_cpu, self._connect_s = links, on_cpu, connect_s
         self._host, self._port = (host or "").strip("[]"), port
         self.timeline = Timeline("starting", device=self.device)
         self.watch = Watch(self.rank, self.world_size, step_s, self.timeline)
@@ -105,7 +107,7 @@ class Cluster:
             *where,
             is_master=descriptor is not None,
             wait_for_workers=False,
-            timeout=CONNECT_TIMEOUT,
+            timeout=timedelta(seconds=self._connect_s),
             master_listen_fd=None if descriptor is None else int(descriptor),
         )
         store = dist.PrefixStore(f"ranks/{os.environ.get('TORCHELASTIC_RESTART_COUNT')}", store)
@@ -124,15 +126,15 @@ class Cluster:
         store.set(str(self.rank), msgspec.json.encode((self._mail.bind(), gpu)).decode())
         keys = [str(rank) for rank in range(self.world_size)]
         try:
-            store.wait(keys, CONNECT_TIMEOUT)
+            store.wait(keys, timedelta(seconds=self._connect_s))
         except dist.DistStoreError:
             absent = next((key for key in keys if not store.check([key])), None)
-            self.watch.fail(f"rank {absent} did not start in {CONNECT_S} s")
+            self.watch.fail(f"rank {absent} did not start in {self._connect_s:g} s")
         told = [msgspec.json.decode(text, type=Told) for text in store.multi_get(keys)]
         self._mail.dial([endpoints for endpoints, _ in told])
         self.watch.mail = self._mail
-        if not self.watch.met.wait(CONNECT_S):
-            self.watch.fail(f"not all ranks are connected after {CONNECT_S} s")
+        if not self.watch.met.wait(self._connect_s):
+            self.watch.fail(f"not all ranks are connected after {self._connect_s:g} s")
         has_own_gpus = len({gpu for _, gpu in told if gpu}) == self.world_size
         if self._links == "device" or (self._links == "auto" and has_own_gpus):
             self._open_device_links(store)
@@ -155,7 +157,7 @@ class Cluster:
             store=store,
             rank=self.rank,
             world_size=self.world_size,
-            timeout=CONNECT_TIMEOUT,
+            timeout=timedelta(seconds=self._connect_s),
         )
         forward = [(rank, rank + 1) for rank in range(self.world_size - 1)]
         for sender, receiver in forward + [(rank, 0) for rank in range(1, self.world_size)]:

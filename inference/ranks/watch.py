@@ -27,8 +27,6 @@ ADVICE = (
     "; give that rank a --rank-host and a --rank-port that this machine reaches, and all ranks the "
     f"same ${TOKEN_VARIABLE}"
 )
-CONNECT_S = 60
-"""Longest wait for the other ranks, which start at the same time."""
 BEAT_S = 0.25
 SILENCE_S = 5.0
 """Longest time without a message from a rank."""
@@ -207,7 +205,7 @@ class Watch:
             kind, peer, endpoint = mail.dials[socket]
             # At the end, rank 0 alone says when the others may leave.
             if mail.is_lost(socket) and (kind == "control" or not self._is_closing):
-                reason = f"lost {self.name_of(peer)}: its {endpoint} is gone or silent{advice}"
+                reason = f"lost {self.name_of(peer)}: no connection to {endpoint}{advice}"
                 self._note(reason, TELL_S)
             return
         *sender, frame = socket.recv_multipart()
