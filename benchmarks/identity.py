@@ -30,7 +30,6 @@ from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.engine import Engine
 from pipedraft.inference.ranks import is_launched
 from pipedraft.inference.ranks.cluster import Cluster
-from pipedraft.inference.ranks.watch import WatchLimits
 from pipedraft.models.heads.draft import TargetReference
 from pipedraft.models.heads.eagle import Eagle, EagleConfig
 from pipedraft.models.heads.eagle3 import Eagle3, Eagle3Config
@@ -262,8 +261,7 @@ def write_or_compare(found: Found, options: argparse.Namespace) -> None:
 def main() -> None:
     options = read_options(__doc__)
     torch.set_num_threads(1)
-    limits = WatchLimits(silence_s=60, undelivered_s=60, step_s=60)
-    with Cluster(limits) if is_launched() else nullcontext() as cluster:
+    with Cluster(60) if is_launched() else nullcontext() as cluster:
         if cluster is not None and not cluster.is_controller:
             cluster.serve()
             return

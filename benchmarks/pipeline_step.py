@@ -285,9 +285,8 @@ def run_ranks(
     """Start this script again on every rank, and print the controller's outcome as JSON."""
     if args.folder is not None:  # one of the ranks
         from pipedraft.inference.ranks.cluster import Cluster
-        from pipedraft.inference.ranks.watch import WatchLimits
 
-        with Cluster(WatchLimits(step_s=60)) as cluster:
+        with Cluster(60) as cluster:
             if cluster.is_controller:
                 print(json.dumps(controller(args, cluster)), flush=True)
             else:

@@ -105,10 +105,10 @@ class ServerUnderLoad:
             raise Failure(f"the server did not begin: {self.end()}")
 
     def ranks(self) -> list[int]:
-        """Return the ranks' process ids. The first child process is their store, not a rank."""
+        """Return the ranks' process ids."""
         pid = self.process.pid
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        return sorted(map(int, children))[1:]
+        return sorted(map(int, children))
 
     def memory_mb(self) -> float:
         total_kb = 0

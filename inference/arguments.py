@@ -199,6 +199,11 @@ class BackendOptions(PlaceOptions):
     links: Literal["auto", "device", "host"] = "auto"
     """how hidden states travel between ranks; device: NCCL between GPUs; host: through host memory;
     auto: device if every rank has its own GPU, else host"""
+    rank_host: str | None = option(None, metavar="ADDRESS")
+    """address where the other ranks reach this machine; default: its address on the way to rank 0,
+    or no network if all ranks are on one machine"""
+    rank_port: int = option(0, metavar="PORT", least=0)
+    """first port to listen on: three for each of this machine's ranks; default: any free ports"""
     step_timeout: float = option(8.0, metavar="S", parse=seconds)
     """end the run if a stage's forward pass takes more than S seconds; raise S on a busy machine"""
 
@@ -235,10 +240,14 @@ def backend_of(options: BackendOptions) -> "Iterator[Cluster | None]":
             )
     # Imported here: it imports torch, and --help must stay fast.
     from .ranks.cluster import Cluster
-    from .ranks.watch import WatchLimits
 
-    limits = WatchLimits.of_step(options.step_timeout)
-    with Cluster(limits, options.links, on_cpu=options.device == "cpu") as cluster:
+    with Cluster(
+        options.step_timeout,
+        options.links,
+        on_cpu=options.device == "cpu",
+        host=options.rank_host,
+        port=options.rank_port,
+    ) as cluster:
         yield cluster
 
 

@@ -11,8 +11,9 @@ from ..servers import ListenOptions
 from . import SessionLimits
 
 ELSEWHERE = (
-    *("target", "stages", "boundaries", "backend", "processes", "links", "step_timeout", "trace"),
-    *("draft", "draft_dtype", "bitwise", "never_slower", "cost", "conformance"),
+    *("target", "stages", "boundaries", "backend", "processes", "links", "rank_host", "rank_port"),
+    *("step_timeout", "trace", "draft", "draft_dtype", "bitwise", "never_slower", "cost"),
+    "conformance",
 )
 """Options refused with --server: they need the target on this machine."""
 

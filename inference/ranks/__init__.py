@@ -5,6 +5,10 @@ import signal
 
 SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 """Signals that end a rank, or a command with ranks."""
+STORE_VARIABLE = "PIPEDRAFT_STORE"
+"""Descriptor of the listening socket for a launch's store, in the rank that runs the store."""
+TOKEN_VARIABLE = "PIPEDRAFT_RANK_TOKEN"
+"""Secret of a launch. Without it, rank 0 chooses one and the launch's store passes it on."""
 
 
 def is_launched() -> bool:

@@ -5,12 +5,11 @@ stages. With as many ranks as stages, rank 0 also runs the first stage.
 """
 
 import os
-import socket
-import threading
+import secrets
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from datetime import timedelta
-from types import TracebackType
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Literal, Self, TypeAlias
 
 import msgspec
 import torch
@@ -23,45 +22,19 @@ from ...models.transformer.boundaries import stage_boundaries
 from ...pretrained import load_config, quieten
 from ..pipelines.process import ProcessPipeline
 from ..timeline import WAIT, Timeline
-from . import is_launched
-from .codec import Cancel, CloseRanks
-from .links import (
-    ANSWER,
-    CANCEL,
-    DAY,
-    FORWARD,
-    Answers,
-    DeviceLink,
-    Inbox,
-    Local,
-    LostLink,
-    Outbox,
-    Receiver,
-    Sender,
-)
-from .watch import BAD_INPUT, CONNECT_TIMEOUT, Watch, WatchLimits
+from . import STORE_VARIABLE, TOKEN_VARIABLE, is_launched
+from .codec import Buffer, Cause, CloseRanks, Job
+from .links import Answers, DeviceLink, Local, Outbox, Receiver, Sender
+from .mail import Mail, own_address
+from .watch import STEP_S, Watch
 from .worker import SharedWorker
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-JOB_KEY = "pipedraft/job"
-DEVICE_KEY = "pipedraft/device"
-LOAD_TIMEOUT = timedelta(hours=2)
-
-
-class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Job description sent by rank 0 to the others."""
-
-    target: str
-    revision: str | None
-    boundaries: tuple[int, ...]
-    dtype: str
-    traces: bool
-
-    @property
-    def num_stages(self) -> int:
-        return len(self.boundaries) - 1
+Told: TypeAlias = tuple[dict[str, str], str]
+"""What a rank tells the others before they connect: its endpoints, and its GPU's UUID."""
+DAY = timedelta(days=1)
 
 
 class Cluster:
@@ -69,18 +42,26 @@ class Cluster:
 
     def __init__(
         self,
-        limits: WatchLimits,
+        step_s: float = STEP_S,
         links: Literal["auto", "device", "host"] = "auto",
         *,
         on_cpu: bool = False,
+        host: str | None = None,
+        port: int = 0,
+        connect_s: float = 60,
     ) -> None:
         """
         Args:
+            step_s: longest forward pass, in seconds.
             links: transport for hidden states. ``device`` sends them separately from their
                 messages, by NCCL between GPUs or by gloo without GPUs. ``host`` sends them inside
                 the messages, through host memory. ``auto`` is ``device`` if every rank has its own
                 GPU, else ``host``.
             on_cpu: True to ignore GPUs.
+            host: where the other ranks reach this one. None: the address on the way to rank 0, or
+                no network at all if every rank is on this machine.
+            port: first port to listen on, with three for each rank of this machine; 0: any.
+            connect_s: longest wait for the other ranks, which start at the same time.
         """
         if not is_launched():
             raise ValueError(
@@ -88,9 +69,12 @@ class Cluster:
                 "several machines start it with torchrun"
             )
         self.rank, self.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        self.watch = Watch(self.rank, self.world_size, ["starting"] * self.world_size, limits)
-        self._links, self._on_cpu = links, on_cpu
-        self._device_links: dict[tuple[int, int, int], DeviceLink] = {}
+        self._links, self._on_cpu, self._connect_s = links, on_cpu, connect_s
+        self._host, self._port = (host or "").strip("[]"), port
+        self.timeline = Timeline("starting", device=self.device)
+        self.watch = Watch(self.rank, self.world_size, step_s, self.timeline)
+        self._device_links: dict[tuple[int, int], DeviceLink] = {}
+        self._waiting: defaultdict[int, deque[Buffer]] = defaultdict(deque)
         self.pipeline: ProcessPipeline | None = None
 
     @property
@@ -108,68 +92,100 @@ class Cluster:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # else every rank has a context on GPU 0, too
         self.watch.start()
-        loopback = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
-        # gloo otherwise resolves the host's name, which can fail without a network.
-        if loopback and os.environ.get("LOCAL_WORLD_SIZE") == str(self.world_size):
-            # no rank is on another machine
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback[0])
-        dist.init_process_group("gloo", timeout=CONNECT_TIMEOUT)
-        if self._links == "device" or (self._links == "auto" and self._have_own_devices()):
-            self._open_device_links()
+        try:
+            self._meet()
+        except Exception as error:
+            self.__exit__(type(error), error, None)
+            raise
         return self
 
-    def _have_own_devices(self) -> bool:
-        """Return True if every rank has its own GPU."""
-        if self.device.type == "cpu":
-            mine = ""
-        else:
-            mine = str(torch.cuda.get_device_properties(self.device).uuid)
-        self.watch.store.set(f"{DEVICE_KEY}/{self.rank}", mine)
-        # Compare UUIDs, not indices: CUDA_VISIBLE_DEVICES may number one GPU differently per rank.
-        keys = [f"{DEVICE_KEY}/{rank}" for rank in range(self.world_size)]
-        self.watch.store.wait(keys, CONNECT_TIMEOUT)
-        devices = [self.watch.store.get(key).decode() for key in keys]
-        return all(devices) and len(set(devices)) == len(devices)
+    def _meet(self) -> None:
+        """Connect all ranks. The launch's store only says where they are."""
+        where = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        descriptor = None if self.rank else os.environ.get(STORE_VARIABLE)
+        store: dist.Store = dist.TCPStore(
+            *where,
+            is_master=descriptor is not None,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=self._connect_s),
+            master_listen_fd=None if descriptor is None else int(descriptor),
+        )
+        store = dist.PrefixStore(f"ranks/{os.environ.get('TORCHELASTIC_RESTART_COUNT')}", store)
+        token = os.environ.get(TOKEN_VARIABLE)
+        token = token or store.compare_set("token", "", secrets.token_hex()).decode()
+        is_local = os.environ.get("LOCAL_WORLD_SIZE") == str(self.world_size) and not self._port
+        if not self._host and not is_local:
+            self._host = own_address(*where)
+        port = self._port and self._port + 3 * int(os.environ.get("LOCAL_RANK", "0"))
+        silence_s = self.watch.silence_s
+        self._mail = Mail(self.rank, self.world_size, token, self._host, port, silence_s)
+        gpu = ""
+        if self.device.type == "cuda":
+            # No index: CUDA_VISIBLE_DEVICES may number one GPU differently per rank.
+            gpu = str(torch.cuda.get_device_properties(self.device).uuid)
+        store.set(str(self.rank), msgspec.json.encode((self._mail.bind(), gpu)).decode())
+        keys = [str(rank) for rank in range(self.world_size)]
+        try:
+            store.wait(keys, timedelta(seconds=self._connect_s))
+        except dist.DistStoreError:
+            absent = next((key for key in keys if not store.check([key])), None)
+            self.watch.fail(f"rank {absent} did not start in {self._connect_s:g} s")
+        told = [msgspec.json.decode(text, type=Told) for text in store.multi_get(keys)]
+        self._mail.dial([endpoints for endpoints, _ in told])
+        self.watch.mail = self._mail
+        if not self.watch.met.wait(self._connect_s):
+            self.watch.fail(f"not all ranks are connected after {self._connect_s:g} s")
+        has_own_gpus = len({gpu for _, gpu in told if gpu}) == self.world_size
+        if self._links == "device" or (self._links == "auto" and has_own_gpus):
+            self._open_device_links(store)
+        has_next = self.rank + 1 < self.world_size
+        self._onward = self._sender("onward", self.rank + 1) if has_next else None
+        self._answers = self._sender("answers", 0) if self.rank else Local()
 
-    def _open_device_links(self) -> None:
+    def _open_device_links(self, store: dist.Store) -> None:
         """Open links to the next rank and back to the controller, in the same order on all ranks.
 
         NCCL connects two ranks when a link is first used. This method uses every link once, because
         a later step has a time limit.
         """
         backend = "nccl" if self.device.type == "cuda" else "gloo"
-        forward = [(rank, rank + 1, FORWARD) for rank in range(self.world_size - 1)]
-        back = [(rank, 0, ANSWER) for rank in range(1, self.world_size)]
-        for sender, receiver, channel in forward + back:
+        if not self._host:
+            # gloo otherwise resolves the host's name, which can fail without a network.
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=self.rank,
+            world_size=self.world_size,
+            timeout=timedelta(seconds=self._connect_s),
+        )
+        forward = [(rank, rank + 1) for rank in range(self.world_size - 1)]
+        for sender, receiver in forward + [(rank, 0) for rank in range(1, self.world_size)]:
             pair = sorted((sender, receiver))
             # new_group is collective: every rank calls it, also one that is not in the pair.
             group = dist.new_group(pair, timeout=DAY, backend=backend)
             if self.rank in pair:
                 link = DeviceLink(group, self.device)
-                self._device_links[sender, receiver, channel] = link
+                self._device_links[sender, receiver] = link
                 link.open(receiver if self.rank == sender else sender, self.rank == sender)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None and not isinstance(error, ValueError | FileNotFoundError):
             if os.environ.get("PIPEDRAFT_TRACEBACK"):
                 raise error
             self.watch.fail_with(error)
-        if error is not None:  # bad input: the caller prints its line; the others exit quietly
-            self.watch.announce(f"{self.watch.name}: {BAD_INPUT}")
+        if error is not None:  # the caller prints its line; the others exit quietly
+            self.watch.stop(Cause())
             return
-        # Close all sends first: the peers wait for them before they answer with their own.
-        for sender in self.watch.sent:
-            sender.close()
-        for receiver in self.watch.received:
-            while receiver.is_open:
-                receiver.receive()
+        # Once its own notice has come back through all ranks, the controller lets them go.
+        (self._onward or self._answers).send(CloseRanks())
+        if self.is_controller and self.world_size > 1:
+            last = self._receiver("answers", self.world_size - 1)
+            while not isinstance(last.receive(), CloseRanks):
+                pass
         self.watch.stop()
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
     # -- the controller -----------------------------------------------------------------------
 
@@ -196,7 +212,7 @@ class Cluster:
         """Make every rank load its part, and return the controller's part as a model."""
         count = load_config(name, revision).get_text_config().num_hidden_layers
         cut = tuple(boundaries) or stage_boundaries(count, num_stages)
-        job = Job(
+        self.job = Job(
             # A rank may have another working directory.
             target=os.path.abspath(name) if os.path.isdir(name) else name,
             revision=revision,
@@ -204,10 +220,10 @@ class Cluster:
             dtype=str(dtype).removeprefix("torch."),
             traces=traces,
         )
-        self._name_ranks(job)
-        self.watch.store.set(JOB_KEY, msgspec.json.encode(job).decode())
-        self.job = job
-        return self._load_part(job, has_embedding=True, has_head=True)
+        if self._onward is not None:
+            self._onward.send(self.job)
+        self._begin(self.job)
+        return self._load_part(self.job, has_embedding=True, has_head=True)
 
     def connect(self, target: StagedTarget) -> ProcessPipeline:
         """Connect the pipeline over all ranks. ``target`` has the model from ``load_target``."""
@@ -221,20 +237,17 @@ class Cluster:
         return self.pipeline
 
     def _connect(self, target: StagedTarget) -> ProcessPipeline:
-        timeline = self._measured(self.job)
         ranks = [self._first_rank(self.job) + k for k in range(target.num_stages)]
         # A first stage in this process answers without a link, else rank 0 would send to itself.
-        links: list[Inbox] = [self._receiver(rank, ANSWER) if rank else Local() for rank in ranks]
-        answers = Answers(links)
-        cancels = [self._sender(rank, CANCEL, timeline) for rank in ranks if rank]
+        own = Local()
+        answers = Answers([self._receiver("answers", rank) if rank else own for rank in ranks])
+        cancels = [self._sender("cancels", rank) for rank in ranks if rank]
         if ranks[0]:
-            first = self._sender(1, FORWARD, timeline)
-            return ProcessPipeline(target, first, answers, timeline, cancels=cancels)
-        mailbox = links[0]
-        assert isinstance(mailbox, Local)
-        worker = self._worker(target, 0, mailbox, timeline)
-        beside = Local(worker.handle)
-        pipeline = ProcessPipeline(target, beside, answers, timeline, cancels=cancels)
+            assert self._onward is not None
+            return ProcessPipeline(target, self._onward, answers, self.timeline, cancels=cancels)
+        worker = self._worker(target, 0, own)
+        first = Local(worker.handle)
+        pipeline = ProcessPipeline(target, first, answers, self.timeline, cancels=cancels)
         # No Cancel can reach a stage in this process while it computes, so it asks between layers.
         worker.is_still_wanted = pipeline.is_wanted
         return pipeline
@@ -244,64 +257,48 @@ class Cluster:
     def serve(self) -> None:
         """Run a stage until the controller closes the pipeline."""
         quieten()
-        store = self.watch.store
-        store.wait([JOB_KEY], LOAD_TIMEOUT)
-        job = msgspec.json.decode(store.get(JOB_KEY), type=Job)
-        self._name_ranks(job)
+        inbox, worker = self._receiver("inward", self.rank - 1), None
+        while True:
+            with self.timeline.span(WAIT):
+                message = inbox.receive()
+            match message:
+                case CloseRanks():
+                    return
+                case Job():
+                    if self._onward is not None:
+                        self._onward.send(message)
+                    worker = self._load_stage(message)
+                    # In another thread: this one computes while its segment is cancelled.
+                    self.watch.on_cancel = worker.cancel
+                case _ if worker is not None:
+                    worker.handle(message)
+
+    def _load_stage(self, job: Job) -> SharedWorker:
+        self._begin(job)
         index = self.rank - self._first_rank(job)
         has_head = index == job.num_stages - 1
         model = self._load_part(job, has_embedding=index == 0, has_head=has_head)
-        timeline = self._measured(job)
-        inbox, cancels = self._receiver(self.rank - 1, FORWARD), self._receiver(0, CANCEL)
-        staged = StagedTarget(model, job.boundaries)
-        worker = self._worker(staged, index, self._sender(0, ANSWER, timeline), timeline)
-        # Own thread: the main one computes while a cancellation of its segment arrives.
-        thread = threading.Thread(target=self._listen, args=(cancels, worker), daemon=True)
-        thread.start()
-        while True:
-            with timeline.span(WAIT):
-                message = inbox.receive()
-            if isinstance(message, CloseRanks):
-                break
-            worker.handle(message)
-        thread.join()
-
-    def _listen(self, cancels: Receiver, worker: SharedWorker) -> None:
-        """Read cancellations, which may arrive before the segments that they cancel."""
-        try:
-            while isinstance(message := cancels.receive(), Cancel):
-                worker.cancel(message)
-        except (LostLink, RuntimeError, MemoryError) as error:
-            self.watch.fail_with(error)
+        return self._worker(StagedTarget(model, job.boundaries), index, self._answers)
 
     # -- both ---------------------------------------------------------------------------------
 
-    def _measured(self, job: Job) -> Timeline:
-        """Return this rank's timeline, which its watchdog also reads."""
-        self.watch.timeline = Timeline(self.watch.name, traces=job.traces, device=self.device)
-        return self.watch.timeline
+    def _begin(self, job: Job) -> None:
+        first = self._first_rank(job)
+        self.watch.names = [f"stage {rank - first}" for rank in range(self.world_size)]
+        self.watch.names[0] = "controller" if first else "controller and stage 0"
+        self.timeline.name, self.timeline.traces = self.watch.name, job.traces
 
-    def _worker(
-        self, target: StagedTarget, index: int, controller: Outbox, timeline: Timeline
-    ) -> SharedWorker:
-        has_next = index + 1 < target.num_stages
-        following = self._sender(self.rank + 1, FORWARD, timeline) if has_next else None
+    def _worker(self, target: StagedTarget, index: int, controller: Outbox) -> SharedWorker:
         return SharedWorker(
             target=target,
             index=index,
-            following=following,
+            following=self._onward,
             controller=controller,
-            timeline=timeline,
+            timeline=self.timeline,
         )
 
     def _first_rank(self, job: Job) -> int:
         return self.world_size - job.num_stages
-
-    def _name_ranks(self, job: Job) -> None:
-        first = self._first_rank(job)
-        names = [f"stage {rank - first}" for rank in range(self.world_size)]
-        names[0] = "controller" if first else "controller and stage 0"
-        self.watch.names = names
 
     def _load_part(self, job: Job, *, has_embedding: bool, has_head: bool) -> "PreTrainedModel":
         index = self.rank - self._first_rank(job)
@@ -316,13 +313,10 @@ class Cluster:
             device=self.device,
         )
 
-    def _sender(self, peer: int, channel: int, timeline: Timeline) -> Sender:
-        device_link = self._device_links.get((self.rank, peer, channel))
-        link = Sender(peer, channel, timeline, device_link)
-        self.watch.sent.append(link)
-        return link
+    def _sender(self, kind: str, peer: int) -> Sender:
+        link = None if kind == "cancels" else self._device_links.get((self.rank, peer))
+        return Sender(self._mail.sockets[kind], peer, self.timeline, link)
 
-    def _receiver(self, peer: int, channel: int) -> Receiver:
-        link = Receiver(peer, channel, self._device_links.get((peer, self.rank, channel)))
-        self.watch.received.append(link)
-        return link
+    def _receiver(self, kind: str, peer: int) -> Receiver:
+        link = self._device_links.get((peer, self.rank))
+        return Receiver(self._mail.sockets[kind], peer, self._waiting, link)

@@ -36,11 +36,11 @@ Fetch: TypeAlias = Callable[[tuple[int, ...], torch.dtype], Tensor]
 
 PREFIX = struct.Struct("<IIQ")
 MAGIC = 0x50444632
-"""First four bytes of a frame. The first byte is not zero, so a zeroed buffer shows that a frame
-has arrived."""
+"""First four bytes of a frame."""
 MAX_AXES = 3
 MAX_TENSORS = 4096
 MAX_REASON = 200
+MAX_LINE, MAX_PATH = 4000, 4096
 DtypeName: TypeAlias = Literal[
     "bool", "uint8", "int8", "int32", "int64", "float16", "bfloat16", "float32", "float64"
 ]
@@ -73,7 +73,7 @@ _headers = msgspec.msgpack.Decoder(Header)
 class Frame:
     """Message ready to be sent."""
 
-    data: bytearray
+    data: bytes
     apart: list[Tensor]
     """Tensors sent separately, in this order."""
 
@@ -115,12 +115,11 @@ class Codec(Generic[M]):
         sizes = len(header), sum(map(len, buffers))
         self._check(*sizes)
         gap = bytes(_header_room(*sizes) - len(header))
-        data = bytearray().join([PREFIX.pack(MAGIC, *sizes), header, gap, *buffers])
-        return Frame(data, apart)
+        return Frame(b"".join([PREFIX.pack(MAGIC, *sizes), header, gap, *buffers]), apart)
 
     def to_bytes(self, message: M) -> bytes:
         """Return the whole frame, for links carrying messages of any length."""
-        return bytes(self.encode(message).data)
+        return self.encode(message).data
 
     def frame_bytes(self, start: Buffer) -> int:
         """Return a frame's length from its first bytes."""
@@ -372,11 +371,38 @@ class StageReport(StageMessage, tag="report"):
     json: str
 
 
+class Job(StageMessage, tag="job"):
+    """What rank 0 decodes with. Each rank loads its part of the target."""
+
+    target: Annotated[str, Meta(max_length=MAX_PATH)]
+    revision: Annotated[str, Meta(max_length=MAX_REASON)] | None
+    boundaries: Layers
+    dtype: Annotated[str, Meta(max_length=MAX_REASON)]
+    traces: bool
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.boundaries) - 1
+
+
 class CloseRanks(StageMessage, tag="close"):
     """Last message on a link."""
 
 
-AnyMessage: TypeAlias = Part | Together | Cancel | MeasureRequest | StageReport | CloseRanks
+class Beat(StageMessage, tag="beat"):
+    """Sign of life from a rank with all its connections; from rank 0, all ranks have theirs."""
+
+
+class Cause(StageMessage, tag="cause"):
+    """Reason why a rank ends all ranks."""
+
+    line: Annotated[str, Meta(max_length=MAX_LINE)] = ""
+    """Empty if a rank refuses its input: only that rank's command says why."""
+
+
+AnyMessage: TypeAlias = (
+    Part | Together | Cancel | MeasureRequest | StageReport | Job | CloseRanks | Beat | Cause
+)
 CODEC: Codec[AnyMessage] = Codec(
     AnyMessage, max_header_bytes=MAX_HEADER_BYTES, max_tensor_bytes=MAX_TENSOR_BYTES
 )

@@ -1,8 +1,7 @@
-"""Start a command's ranks on this machine without a launcher, with rendezvous at 127.0.0.1.
+"""Start a command's ranks on this machine without a launcher.
 
 This process loads no library. On Ctrl-C, it can therefore end the ranks at any moment and report
-the reason in one line. ``python -m ... DESCRIPTOR`` serves a launch's store on the given socket
-until stdin ends.
+the reason in one line.
 """
 
 import os
@@ -15,7 +14,7 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import NoReturn
 
-from . import SIGNALS
+from . import SIGNALS, STORE_VARIABLE, TOKEN_VARIABLE
 
 LEAVE_S = 10.0
 """Seconds for the other ranks to exit after a failure: they detect it themselves and report why."""
@@ -31,13 +30,11 @@ def run_ranks(
         passes_signals: True to pass the first two SIGTERM or Ctrl-C signals to the ranks, which
             may then finish their work.
     """
-    # The store inherits the bound socket, so no other process can take the port in between.
+    # Rank 0's store inherits the bound socket, so no other process can take the port in between.
     listener = socket.create_server(("127.0.0.1", 0))
-    address, port = listener.getsockname()
     world = {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
-    world |= {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
-    # Makes every rank a client of the store; else rank 0 would try to open the port again.
-    world |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+    world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(listener.getsockname()[1])}
+    world |= {STORE_VARIABLE: str(listener.fileno()), TOKEN_VARIABLE: os.urandom(32).hex()}
     # By default each rank starts a thread per core, and they slow each other down.
     num_threads = max(1, (os.cpu_count() or 1) // num_ranks)
     shared = {"OMP_NUM_THREADS": str(num_threads)} | os.environ | world
@@ -45,14 +42,11 @@ def run_ranks(
     to_pass = 2 if passes_signals else 0
     killed = ""
 
-    def tell() -> None:
+    def kill() -> None:
         nonlocal killed
         if killed:
             os.write(2, f"error: {killed}\n".encode())
         killed = ""
-
-    def kill() -> None:
-        tell()
         for process in started:
             process.kill()
 
@@ -60,7 +54,7 @@ def run_ranks(
         nonlocal to_pass
         if to_pass and number != signal.SIGHUP:
             to_pass -= 1
-            for process in started[1:]:
+            for process in started:
                 process.send_signal(number)
             return
         kill()
@@ -70,18 +64,18 @@ def run_ranks(
         os._exit(128 + number)
 
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # child processes inherit it
-    store = [sys.executable, "-m", __name__, str(listener.fileno())]
-    started.append(subprocess.Popen(store, stdin=subprocess.PIPE, pass_fds=[listener.fileno()]))
     for rank in range(num_ranks):
         environment = shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        files = [] if rank else [listener.fileno()]
         # Only one reader, or ranks would take parts of the user's input from each other.
         stdin = subprocess.DEVNULL if rank else None
         words = command or [sys.executable, *sys.orig_argv[1:]]
-        started.append(subprocess.Popen(words, env=environment, stdin=stdin))
+        started.append(subprocess.Popen(words, env=environment, stdin=stdin, pass_fds=files))
+    listener.close()
     for number in SIGNALS:
         signal.signal(number, end)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-    running, status = {process.pid for process in started[1:]}, 0
+    running, status = {process.pid for process in started}, 0
     while running:
         pid, ended = os.wait()
         running.discard(pid)
@@ -91,33 +85,14 @@ def run_ranks(
         if code and not status:
             status = max(code, 1)
             if code < 0:
-                killed = _killed([process.pid for process in started].index(pid), -code)
+                killed = (
+                    f"rank {[process.pid for process in started].index(pid)} was ended by "
+                    f"{signal.Signals(-code).name} from outside; a system that runs out of memory "
+                    "does this: give fewer --processes, or a smaller --dtype"
+                )
             # The failed rank's peers report the cause themselves; kill only hanging ones.
             late = threading.Timer(LEAVE_S, kill)
             late.daemon = True
             late.start()
-    # The store ends last: ranks exchange a failure's reason through it.
-    started[0].kill()
-    tell()
+    kill()
     os._exit(status)
-
-
-def _killed(index: int, number: int) -> str:
-    """Return the message about a process of a launch, the store or a rank, ended by a signal."""
-    name = f"rank {index - 1}" if index else "the store of the launch"
-    return (
-        f"{name} was ended by {signal.Signals(number).name} from outside; a system that runs out "
-        "of memory does this: give fewer --processes, or a smaller --dtype"
-    )
-
-
-if __name__ == "__main__":
-    import torch.distributed as dist
-
-    meeting = socket.socket(fileno=int(sys.argv[1]))
-    host, number = meeting.getsockname()
-    kept = dist.TCPStore(
-        host, number, is_master=True, wait_for_workers=False, master_listen_fd=meeting.detach()
-    )
-    # Its stdin is a pipe from the launcher, so the store ends even after a kill.
-    sys.stdin.read()

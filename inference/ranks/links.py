@@ -1,31 +1,28 @@
-"""Ordered messages between ranks over torch.distributed's point-to-point operations.
+"""Ordered messages between ranks.
 
-Receives are posted ahead into static buffers, so a frame never waits for its receiver. Sends return
-at once. A frame too large for a static buffer arrives in two pieces. With a ``DeviceLink``, hidden
-states are sent from device to device, separately from their frame.
+Every message is one frame on a ZeroMQ socket. With a ``DeviceLink``, hidden states are sent from
+device to device, separately from their frame.
 """
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
 from typing import TypeAlias, cast
 from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
+import zmq
 from torch import Tensor
 
 from ...models.speed.cuda_graphs import UNDER_WAY
 from ..timeline import Timeline
-from .codec import CODEC, AnyMessage, CloseRanks, Part, Together
+from .codec import CODEC, AnyMessage, Buffer, Part, Together
 
-BUFFER_BYTES = 1 << 18
-NUM_BUFFERS = 2
 MAX_UNSENT = 64
-"""Maximum unfinished sends. At this number, a new send waits for the oldest one."""
+"""Maximum unfinished sends of a device. At this number, a new send waits for the oldest one."""
 MEMORY_SIGNS = (
     "can't allocate memory",  # torch's CPU allocator
     "not enough memory",  # the same on Windows
@@ -33,10 +30,6 @@ MEMORY_SIGNS = (
     "ALLOC_FAILED",  # cuBLAS and cuDNN workspaces
     "CUDA error: out of memory",  # CUDA itself, past torch's allocator
 )
-FORWARD, ANSWER, CANCEL = range(3)
-"""Independent channels between the same two ranks."""
-DAY = timedelta(days=1)
-"""Timeout of waits, never reached because ``Watch`` ends a process if a peer is silent or dead."""
 
 
 class LostLink(ConnectionError):
@@ -100,39 +93,29 @@ class DeviceLink:
 
 class Sender:
     def __init__(
-        self, peer: int, channel: int, timeline: Timeline, device_link: DeviceLink | None = None
+        self,
+        socket: "zmq.Socket[bytes]",
+        peer: int,
+        timeline: Timeline,
+        device_link: DeviceLink | None = None,
     ) -> None:
-        self.peer, self.channel, self.timeline = peer, channel, timeline
-        self.device_link = device_link
-        self.num_sent = 0
+        self.peer, self.timeline, self.device_link = peer, timeline, device_link
+        self._socket = socket
+        # A bound socket has several peers, and a dialing one has only this one.
+        self._route: list[bytes] = [b"%d" % peer] if socket.type == zmq.ROUTER else []
         self._apart: deque[tuple[dist.Work, Tensor]] = deque()
         UNDER_WAY.add(self)
-        self._under_way: deque[tuple[dist.Work, Tensor]] = deque()
 
     def send(self, message: AnyMessage) -> None:
         with self.timeline.span("send"), _naming(self.peer):
             link = self.device_link
-            device = None if link is None else link.device
-            encoded = CODEC.encode(message, device)
-            frame = torch.frombuffer(encoded.data, dtype=torch.uint8)
-            self.num_sent += 1
-            # Two tags per channel: the rest of a frame must not land in the next one's buffer.
-            self._post(frame[:BUFFER_BYTES], 2 * self.channel)
-            if len(frame) > BUFFER_BYTES:
-                self._post(frame[BUFFER_BYTES:], 2 * self.channel + 1)
+            encoded = CODEC.encode(message, None if link is None else link.device)
+            self._socket.send_multipart([*self._route, encoded.data])
             for array in encoded.apart:
                 assert link is not None
                 if len(self._apart) == MAX_UNSENT:
                     self._apart.popleft()[0].wait()
                 self._apart.append(link.send(array, self.peer))
-
-    def _post(self, piece: Tensor, tag: int) -> None:
-        if len(self._under_way) == MAX_UNSENT:
-            oldest, _ = self._under_way.popleft()
-            oldest.wait(DAY)
-        work = dist.isend(piece, self.peer, tag=tag)
-        assert work is not None
-        self._under_way.append((work, piece))
 
     def is_sending(self) -> bool:
         """Return True while the peer has not received all hidden states from this device."""
@@ -141,74 +124,38 @@ class Sender:
             self._apart.popleft()
         return bool(self._apart)
 
-    def close(self) -> None:
-        """Send one ``CloseRanks`` to each receive posted by the peer, and wait for all sends."""
-        for _ in range(NUM_BUFFERS):
-            self.send(CloseRanks())
-        for work, _ in self._under_way:
-            work.wait(DAY)
-        for work, _ in self._apart:
-            work.wait()
-        self._under_way.clear()
-        self._apart.clear()
-
 
 class Receiver:
-    def __init__(self, peer: int, channel: int, device_link: DeviceLink | None = None) -> None:
-        self.peer, self.channel, self.device_link = peer, channel, device_link
-        self.num_received = 0
-        self._posted: deque[tuple[dist.Work, Tensor]] = deque()
-        for _ in range(NUM_BUFFERS):
-            self._post(torch.zeros(BUFFER_BYTES, dtype=torch.uint8))
+    """Messages from one of the peers of a bound socket."""
 
-    def _post(self, buffer: Tensor) -> None:
-        # Clears the last frame's magic, which has_arrived would take for a new one.
-        buffer[:4] = 0
-        work = dist.irecv(buffer, self.peer, tag=2 * self.channel)
-        assert work is not None
-        self._posted.append((work, buffer))
-
-    @property
-    def is_open(self) -> bool:
-        """Return True if further messages may follow."""
-        return bool(self._posted)
+    def __init__(
+        self,
+        socket: "zmq.Socket[bytes]",
+        peer: int,
+        waiting: defaultdict[int, deque[Buffer]],
+        device_link: DeviceLink | None = None,
+    ) -> None:
+        """``waiting``: frames by peer, shared by all receivers on the socket."""
+        self.peer, self.device_link = peer, device_link
+        self._socket, self._waiting = socket, waiting
 
     def has_arrived(self) -> bool:
-        """Return True if the next message or its first bytes have arrived."""
-        try:
-            return bool(self._posted[0][1][0])
-        except IndexError:  # closed, perhaps by another thread just now
-            return False
+        while not self._waiting[self.peer] and self._socket.poll(0):
+            self._take()
+        return bool(self._waiting[self.peer])
 
     def receive(self) -> AnyMessage:
         """Wait for the next message and return it, or raise ``LostLink``."""
         with _naming(self.peer):
-            return self._receive()
+            while not self._waiting[self.peer]:
+                self._take()
+            link = self.device_link
+            fetch = None if link is None else partial(link.receive, peer=self.peer)
+            return CODEC.decode(self._waiting[self.peer].popleft(), fetch)
 
-    def _receive(self) -> AnyMessage:
-        work, buffer = self._posted.popleft()
-        work.wait(DAY)
-        # A short frame leaves the end of the buffer as it was, so the length is in the frame.
-        total = CODEC.frame_bytes(buffer.numpy().data)
-        frame = buffer[:total]
-        if total > BUFFER_BYTES:
-            rest = torch.empty(total - BUFFER_BYTES, dtype=torch.uint8)
-            rest_work = dist.irecv(rest, self.peer, tag=2 * self.channel + 1)
-            assert rest_work is not None
-            rest_work.wait(DAY)
-            frame = torch.cat([buffer, rest])
-        link = self.device_link
-        fetch = None if link is None else partial(link.receive, peer=self.peer)
-        message = CODEC.decode(frame.numpy().data, fetch)
-        self.num_received += 1
-        if isinstance(message, CloseRanks):
-            while self._posted:  # one Close for each posted receive
-                work, _ = self._posted.popleft()
-                work.wait(DAY)
-                self.num_received += 1
-        else:
-            self._post(buffer)
-        return message
+    def _take(self) -> None:
+        sender, frame = self._socket.recv_multipart(copy=False)
+        self._waiting[int(bytes(sender.buffer))].append(frame.buffer)
 
 
 class Answers:

@@ -1,8 +1,8 @@
-"""Watchdog threads of a rank. They exit the process with a one-line reason if any rank fails.
+"""Watchdog thread of a rank. It exits the process with a one-line reason if any rank fails.
 
-One thread checks signals, this rank's progress and the launcher. Another exchanges heartbeats with
-the other ranks through the launch's store. A stage may wait in C++ for messages that never arrive,
-and a store request may hang. So neither thread depends on the main thread or on the other one.
+The thread checks signals, this rank's progress and the launcher. With rank 0 it exchanges beats and
+failures, and rank 0 passes the first failure on. The main thread may wait in C++ for messages that
+never arrive, so the watchdog does not depend on it.
 """
 
 import os
@@ -12,246 +12,221 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
-from datetime import timedelta
-from typing import NoReturn, Self, TypeAlias
+from typing import NoReturn
 
-import msgspec
 import torch.distributed as dist
+import zmq
 
 from ..timeline import Timeline
-from . import SIGNALS
-from .links import LostLink, Receiver, Sender, is_out_of_memory
+from . import SIGNALS, TOKEN_VARIABLE
+from .codec import CODEC, MAX_LINE, Beat, Cancel, Cause, CloseRanks
+from .links import LostLink, is_out_of_memory
+from .mail import Mail
 
-CONNECT_TIMEOUT = timedelta(seconds=60)
-"""Longest wait for the other ranks, which start at the same time."""
+ADVICE = (
+    "; give that rank a --rank-host and a --rank-port that this machine reaches, and all ranks the "
+    f"same ${TOKEN_VARIABLE}"
+)
 BEAT_S = 0.25
+SILENCE_S = 5.0
+"""Longest time without a message from a rank."""
+STEP_S = 8.0
+"""Longest forward pass in a stage or the draft. Every rank ends within 10 s of a failure."""
 REPEAT_S = 1.0
 """Signals repeated within this time count once, as terminal and launcher both send Ctrl-C."""
 TELL_S = 1.0
-"""Time to send this rank's reason to the others."""
-FAILED_KEY, BAD_INPUT = "pipedraft/failed", "bad input"
+"""Time in which another rank's failure may explain what this rank has found."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class WatchLimits:
-    """Failure timeouts in seconds. The defaults let every rank end within 10 s of a failure."""
-
-    silence_s: float = 5.0
-    """Longest time without a heartbeat from a rank, or an answer from the launch's store."""
-    undelivered_s: float = 5.0
-    """Longest time between a rank's report of a sent message and the message's arrival."""
-    step_s: float = 8.0
-    """Longest forward pass in a stage or the draft. Raise it for slower targets."""
-
-    @classmethod
-    def of_step(cls, step_s: float) -> Self:
-        """Build limits from a step limit. A value above the default also sets the other limits."""
-        if step_s <= cls.step_s:
-            return cls(step_s=step_s)
-        return cls(step_s=step_s, silence_s=step_s, undelivered_s=step_s)
-
-
-Beat: TypeAlias = tuple[int, dict[str, int]]
-"""Number of a rank's heartbeat, and the messages sent so far on each link "peer:channel"."""
-
-
-@dataclass
 class Watch:
     """Watchdog for one rank.
 
     Call ``start`` before torch creates threads, because these inherit the blocked signals.
     """
 
-    rank: int
-    world_size: int
-    names: list[str]
-    """Every rank's name for messages, such as "stage 0"."""
-    limits: WatchLimits = field(default_factory=WatchLimits)
-
-    def __post_init__(self) -> None:
-        self.timeline: Timeline | None = None
+    def __init__(self, rank: int, world_size: int, step_s: float, timeline: Timeline) -> None:
+        """``step_s``: limit for a forward pass. Above the default, it also limits silence."""
+        self.rank, self.world_size, self.timeline = rank, world_size, timeline
+        self.step_s, self.silence_s = step_s, step_s if step_s > STEP_S else SILENCE_S
+        self.names = ["starting"] * world_size
+        """Every rank's name for messages, such as "stage 0"."""
+        self.mail: Mail | None = None
+        """Set once this rank dials the others. From then on, only this thread uses ``control``."""
         self.on_signal: Callable[[], object] | None = None
-        """Called in a thread on SIGTERM and Ctrl-C, instead of ending all ranks."""
-        self.sent: list[Sender] = []
-        self.received: list[Receiver] = []
+        """Called in this thread on SIGTERM and Ctrl-C, instead of ending all ranks."""
+        self.on_cancel: Callable[[Cancel], object] = lambda cancel: None
+        """Called in this thread."""
+        self.met = threading.Event()
+        """Set once all ranks are connected."""
         self._parent = os.getppid()
-        self._beats = 0
-        self._seen: dict[int, tuple[int, float]] = {}
-        self._late: dict[Receiver, tuple[int, float]] = {}
-        self._failure = ""
-        """Reason to send to the other ranks."""
-        self._wake, self._notified = threading.Event(), threading.Event()
-        self._stopping = threading.Event()
-        self._failing = threading.Lock()
-        self._inward, self._outward = (
-            threading.Thread(target=self._see_through, args=(loop,), daemon=True)
-            for loop in (self._look_here, self._look_around)
-        )
+        self._notified_s = -REPEAT_S
+        self._heard: dict[int, float] = {}
+        """Time of the last message from each rank."""
+        self._cause, self._due_s = "", 0.0
+        """Why this rank ends all others, and when it acts on that."""
+        self._is_closing = self._is_over = False
+        self._thread = threading.Thread(target=self._run, daemon=True)
 
     @property
     def name(self) -> str:
-        return f"rank {self.rank} ({self.names[self.rank]})"
+        return self.name_of(self.rank)
+
+    def name_of(self, rank: int) -> str:
+        return f"rank {rank} ({self.names[rank]})"
 
     def start(self) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-        # A separate client: its hanging request does not block the process group's requests.
-        self.store = dist.TCPStore(
-            os.environ["MASTER_ADDR"],
-            int(os.environ["MASTER_PORT"]),
-            is_master=False,
-            wait_for_workers=False,
-            timeout=CONNECT_TIMEOUT,
-        )
-        # Set only after connecting, which may take longer while other ranks import torch.
-        self.store.set_timeout(timedelta(seconds=self.limits.silence_s))
-        self._answered = time.monotonic()
-        self._inward.start()
-        self._outward.start()
+        self._thread.start()
 
-    def stop(self) -> None:
-        """Stop watching, so other ranks may exit in any order."""
-        self._stopping.set()
-        self._wake.set()
-        self._inward.join()
-        # With a limit: if the store is gone, this thread may hang in a request to it.
-        self._outward.join(TELL_S)
+    def stop(self, cause: Cause | None = None) -> None:
+        """End this thread, and from rank 0 or with a cause the other ranks.
+
+        Without a cause, any other rank waits for rank 0.
+        """
+        tells = not self.rank or cause is not None
+        self._is_closing = True
+        self._is_over = self._is_over or tells
+        self._thread.join()
+        if self.mail is not None:
+            if tells:
+                self.mail.send_control(cause or CloseRanks())
+            self.mail.close()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
     def fail(self, reason: str) -> NoReturn:
         """Notify the other ranks, report the reason (or another rank's earlier one) and exit."""
-        self._failing.acquire()  # held forever: later findings by other threads are dropped
-        line = f"{self.name}: {reason}"
-        self.announce(line)
-        self._leave(line)
+        self._note(reason)
+        while True:  # until this object's thread ends the process
+            time.sleep(TELL_S)
 
     def fail_with(self, error: BaseException) -> NoReturn:
         """Call ``fail`` for an error not caused by the user."""
+        self.fail(self._describe(error))
+
+    def _describe(self, error: BaseException) -> str:
         text = " ".join(str(error).split()) or type(error).__name__
         if isinstance(error, LostLink):
-            self.fail(f"lost rank {error.peer} ({self.names[error.peer]}): {text}")
+            return f"lost {self.name_of(error.peer)}: {text}"
         if isinstance(error, dist.DistNetworkError | dist.DistStoreError):
-            first = str(error).strip().splitlines()[0]
-            self.fail(f"lost the store of the launch ({first})")
+            return f"lost the store of the launch ({str(error).strip().splitlines()[0]})"
         if is_out_of_memory(error):
-            self.fail(
+            return (
                 f"out of memory ({text}); put fewer stages on this machine, give this one fewer "
                 "layers (--boundaries), or lower --max-new-tokens"
             )
-        self.fail(f"{type(error).__name__}: {text}")
+        return f"{type(error).__name__}: {text}"
 
-    def announce(self, line: str) -> None:
-        """Tell every other rank to end, and give ``line`` as the reason."""
-        self._failure = line
-        if threading.current_thread() is self._outward:
-            # Any of these may have caused this rank's exit.
-            with suppress(RuntimeError, MemoryError, ConnectionError):
-                self._exchange_causes()
-        else:
-            self._wake.set()
-            self._notified.wait(TELL_S)
+    # -- the thread ---------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._is_over:
+            try:
+                self._look_here()
+                self._look_around()
+            except Exception as error:  # without this thread, the rank might never end
+                self._note(self._describe(error))
+            self._act()
+
+    def _note(self, reason: str, wait_s: float = 0.0) -> None:
+        """Record a failure, and end all ranks in ``wait_s`` unless another one explains it."""
+        now = time.monotonic()
+        if not self._cause or (not wait_s and now < self._due_s):
+            self._cause = f"{self.name}: {reason}"[:MAX_LINE]
+            self._due_s = now + wait_s
+
+    def _act(self) -> None:
+        """Tell this rank's failure to the others, if it is due, and exit."""
+        if self._cause and time.monotonic() >= self._due_s:
+            with suppress(Exception):  # any of these may have caused this rank's exit
+                if self.mail is not None:
+                    self.mail.send_control(Cause(line=self._cause))
+            self._leave(self._cause)
 
     def _leave(self, line: str) -> NoReturn:
         try:
             print(f"error: {line}", file=sys.stderr, flush=True)
+            if self.mail is not None:
+                self.mail.flush_control()
         finally:
             # Not sys.exit: the main thread may be in C++ and would never unwind.
             os._exit(1)
 
-    def _see_through(self, loop: Callable[[], None]) -> None:
-        try:
-            loop()
-        except (RuntimeError, MemoryError, ConnectionError, ValueError) as error:
-            if not self._stopping.is_set():
-                self.fail_with(error)
-
     def _look_here(self) -> None:
-        notified_s = -REPEAT_S
-        while not self._stopping.is_set():
-            # No timeout: after a longer stop (Ctrl-Z, a debugger), Python makes up a signal from
-            # uninitialized memory.
-            received = signal.sigtimedwait(SIGNALS, 0)
-            if received is None:
-                self._stopping.wait(BEAT_S)
-            is_end = received is not None and received.si_signo != signal.SIGHUP
-            if is_end and self.on_signal is not None:
-                if time.monotonic() - notified_s > REPEAT_S:
-                    self.on_signal()
-                notified_s = time.monotonic()
-            elif received is not None:
-                # A launcher ends all ranks if one is gone. Wait: this rank may find the cause.
-                time.sleep(BEAT_S)
-                self.fail(f"ended by {signal.Signals(received.si_signo).name}")
-            if self._stopping.is_set():
-                return
-            # A killed launcher sends no signal; its children get another parent.
-            if os.getppid() != self._parent:
-                self.fail("its launcher is gone")
-            self._check_step()
-            silence = time.monotonic() - self._answered
-            if silence > self.limits.silence_s:
-                self.fail(f"lost the store of the launch: no answer in {silence:.0f} s")
-
-    def _look_around(self) -> None:
-        while not self._stopping.is_set():
-            self._exchange_causes()
-            self._check_others()
-            self._answered = time.monotonic()
-            self._wake.wait(BEAT_S)
-            self._wake.clear()
-
-    def _check_step(self) -> None:
-        since = self.timeline.working_since if self.timeline is not None else 0.0
+        # No timeout: after a longer stop (Ctrl-Z, a debugger), Python makes up a signal from
+        # uninitialized memory.
+        received = signal.sigtimedwait(SIGNALS, 0)
+        is_end = received is not None and received.si_signo != signal.SIGHUP
+        if is_end and self.on_signal is not None:
+            if time.monotonic() - self._notified_s > REPEAT_S:
+                self.on_signal()
+            self._notified_s = time.monotonic()
+        elif received is not None:
+            # A launcher ends all ranks if one is gone. Wait: this rank may find the cause.
+            self._note(f"ended by {signal.Signals(received.si_signo).name}", TELL_S)
+        # A killed launcher sends no signal; its children get another parent.
+        if os.getppid() != self._parent:
+            self._note("its launcher is gone")
+        since = self.timeline.working_since
         elapsed = time.monotonic() - since
-        if since and elapsed > self.limits.step_s:
-            self.fail(
-                f"one forward pass runs for {elapsed:.0f} s; the limit is {self.limits.step_s:g} s "
+        if since and elapsed > self.step_s:
+            self._note(
+                f"one forward pass runs for {elapsed:.0f} s; the limit is {self.step_s:g} s "
                 "(--step-timeout)"
             )
 
-    def _exchange_causes(self) -> None:
-        """Publish this rank's failure, if any. Exit if another rank failed first."""
-        # compare_set is atomic: of several failures at once, all ranks report the same first one.
-        cause = self.store.compare_set(FAILED_KEY, "", self._failure).decode(errors="replace")
-        if cause and not cause.startswith(f"rank {self.rank} ("):
-            if cause.endswith(BAD_INPUT):
-                os._exit(2)  # the other thread reports it
-            self._leave(f"{self.name}: stopped, because {cause}")
-        if cause:
-            self._notified.set()
+    def _look_around(self) -> None:
+        """Exchange messages for ``BEAT_S``."""
+        until_s = time.monotonic() + BEAT_S
+        if self.mail is None:
+            time.sleep(BEAT_S)
+            return
+        is_connected = not self.mail.pending
+        if is_connected and (self.rank or len(self._heard) == self.world_size - 1):
+            self.mail.send_control(Beat())
+            if not self.rank:
+                self.met.set()
+        poller = zmq.Poller()
+        for socket in self.mail.watched():
+            poller.register(socket, zmq.POLLIN)
+        while not self._is_over:
+            left_s = until_s - time.monotonic()
+            for socket, _ in poller.poll(max(0, int(1000 * left_s))):
+                self._take(self.mail, socket)
+            if left_s <= 0:
+                break
+        for rank, heard_s in self._heard.items():
+            silence_s = time.monotonic() - heard_s
+            if silence_s > self.silence_s:
+                self._note(f"{self.name_of(rank)} is silent for {silence_s:.0f} s")
 
-    def _check_others(self) -> None:
-        self._beats += 1
-        sent = {f"{link.peer}:{link.channel}": link.num_sent for link in self.sent}
-        beat = msgspec.json.encode((self._beats, sent)).decode()
-        self.store.set(f"pipedraft/beat/{self.rank}", beat)
-        now = time.monotonic()
-        for rank in range(self.world_size):
-            key = f"pipedraft/beat/{rank}"
-            if rank == self.rank or not self.store.check([key]):
-                continue
-            beats, sent = msgspec.json.decode(self.store.get(key), type=Beat)
-            seen, since = self._seen.get(rank, (-1, now))
-            # Counts, not times: the clocks of two machines may differ.
-            if beats != seen:
-                self._seen[rank] = (beats, now)
-            elif now - since > self.limits.silence_s:
-                self.fail(f"rank {rank} ({self.names[rank]}) is silent for {now - since:.0f} s")
-            self._check_delivery(rank, sent, now)
+    def _take(self, mail: Mail, socket: zmq.Socket[bytes]) -> None:
+        if socket in mail.dials:
+            advice = ADVICE if socket in mail.pending else ""
+            kind, peer, endpoint = mail.dials[socket]
+            # At the end, rank 0 alone says when the others may leave.
+            if mail.is_lost(socket) and (kind == "control" or not self._is_closing):
+                reason = f"lost {self.name_of(peer)}: no connection to {endpoint}{advice}"
+                self._note(reason, TELL_S)
+            return
+        *sender, frame = socket.recv_multipart()
+        rank = int(sender[0]) if sender else 0
+        match CODEC.decode(frame):
+            case Beat():
+                self._heard[rank] = time.monotonic()
+                if self.rank:
+                    self.met.set()
+            case Cancel() as cancel:
+                self.on_cancel(cancel)
+            case CloseRanks():
+                self._is_over = True
+            case Cause() as cause:
+                self._follow(mail, cause)
 
-    def _check_delivery(self, rank: int, sent: dict[str, int], now: float) -> None:
-        for link in self.received:
-            if link.peer != rank:
-                continue
-            num_sent = sent.get(f"{self.rank}:{link.channel}", 0)
-            # The sender counts before it posts, so a broken link shows as a missing message.
-            missing = link.num_received + 1 if link.num_received < num_sent else 0
-            number, since = self._late.get(link, (0, now))
-            # An arrived but unread message means a busy rank, not a broken link.
-            if not missing or number != missing or link.has_arrived():
-                self._late[link] = (missing, now)
-            elif now - since > self.limits.undelivered_s:
-                self.fail(
-                    f"message {missing} of rank {rank} ({self.names[rank]}) did not come in "
-                    f"{now - since:.0f} s"
-                )
+    def _follow(self, mail: Mail, cause: Cause) -> NoReturn:
+        """Exit because of the first failure in the launch."""
+        if not self.rank:
+            mail.send_control(cause)
+        if not cause.line:
+            mail.flush_control()
+            os._exit(2)  # the other rank says it
+        self._leave(f"{self.name}: stopped, because {cause.line}")

@@ -22,7 +22,6 @@ from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.engine import Engine
 from pipedraft.inference.ranks.cluster import Cluster
 from pipedraft.inference.ranks.links import DeviceLink
-from pipedraft.inference.ranks.watch import WatchLimits
 from pipedraft.inference.rules import ROUND_RULES
 from pipedraft.inference.rules.sampled import RULES
 from pipedraft.inference.schedules import SCHEDULES
@@ -34,7 +33,7 @@ NEW_TOKENS = 16
 def main() -> None:
     folder, opened, right = Path(sys.argv[1]), [], DeviceLink.open
     DeviceLink.open = lambda *link: opened.append(right(*link))
-    with Cluster(WatchLimits(), sys.argv[2]) as cluster:
+    with Cluster(links=sys.argv[2]) as cluster:
         if not cluster.is_controller:
             cluster.serve()
             return

@@ -18,12 +18,14 @@ import torch
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.engine import Engine
 from pipedraft.inference.ranks.cluster import Cluster
-from pipedraft.inference.ranks.watch import WatchLimits
+from pipedraft.inference.ranks.mail import Mail
 
 NUM_STAGES, NUM_RANKS = 2, 3
 SO_ATTACH_FILTER, BPF_RETURN = 26, 0x06  # Linux constants; Python's socket module lacks them
 
 PIECE_BYTES = 1 << 16
+MAPPED = "0000000000000000FFFF0000"
+"""An IPv4 address in an IPv6 socket begins like this, in the kernel's notation."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +36,12 @@ class Plan:
     num_new: int = 90_000
     """New tokens to decode; the default takes minutes."""
     failing_rank: int = -1
+    dies_at: str = ""
+    """Method of ``Mail`` that kills the failing rank: "bind" or "dial"."""
+    connect_s: float = 60
+    """Longest wait for the other ranks."""
+    spans_machines: bool = False
+    """Start each rank as the only one on its machine: they use TCP."""
     failure: Callable[[Path], None] | None = None
     """Called with ``folder`` in the failing rank soon after its first steps."""
 
@@ -44,9 +52,11 @@ class PlainTokenizer:
 
 
 def run_rank(plan: Plan) -> None:
-    with Cluster(WatchLimits()) as cluster:
+    if plan.dies_at and int(os.environ["RANK"]) == plan.failing_rank:
+        setattr(Mail, plan.dies_at, lambda *_: end_now(plan.folder))
+    with Cluster(connect_s=plan.connect_s) as cluster:
         (plan.folder / f"rank{cluster.rank}.pid").write_text(str(os.getpid()))
-        if cluster.rank == plan.failing_rank:
+        if cluster.rank == plan.failing_rank and plan.failure is not None:
             signal.signal(signal.SIGUSR2, hold_memory)
             threading.Thread(target=fail_soon, args=(plan, cluster), daemon=True).start()
         if not cluster.is_controller:
@@ -67,21 +77,29 @@ def run_forked_rank(rank: int, port: int, plan: Plan) -> None:
         "WORLD_SIZE": str(NUM_RANKS),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "LOCAL_WORLD_SIZE": str(NUM_RANKS),
+        "LOCAL_WORLD_SIZE": str(1 if plan.spans_machines else NUM_RANKS),
     }
     os.dup2(os.open(plan.folder / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
     run_rank(plan)
 
 
 def fail_soon(plan: Plan, cluster: Cluster) -> None:
-    while cluster.watch.timeline is None or cluster.watch.timeline.counts["wait"] < 10:
+    while cluster.timeline.counts["wait"] < 10:
         time.sleep(0.01)
     ranks = [rank_id(plan.folder, rank) for rank in range(NUM_RANKS)]
     (plan.folder / "listening").write_text(" ".join(listening(ranks)))
-    (plan.folder / "failed_at").write_text(str(time.monotonic()))
+    tell_time(plan.folder)
     assert plan.failure is not None
     plan.failure(plan.folder)
+
+
+def tell_time(folder: Path) -> None:
+    (folder / "failed_at").write_text(str(time.monotonic()))
+
+
+def end_now(folder: Path) -> None:
+    tell_time(folder)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 # -- failures ---------------------------------------------------------------------------------
@@ -124,9 +142,15 @@ def hold_memory(*_: object) -> None:
 
 
 def silence_links(folder: Path, *, peer: int | None = None) -> None:
-    """Drop every incoming packet: from one rank, or from all ranks and the store."""
+    """Drop every incoming packet: from one rank, or from all."""
     for connection in connections(None if peer is None else rank_id(folder, peer)):
         drop_packets(connection)
+
+
+def cut_links(folder: Path, *, peer: int) -> None:
+    """End the connections with one rank, as a router that has restarted does."""
+    for connection in connections(rank_id(folder, peer)):
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 def drop_packets(connection: socket.socket) -> None:
@@ -172,7 +196,9 @@ def listening(process_ids: Iterable[int]) -> set[str]:
         for line in table.read_text().splitlines()
     ]
     return {
-        words[1].partition(":")[0] for words in lines if words[9] in inodes and words[3] == "0A"
+        words[1].partition(":")[0].removeprefix(MAPPED)
+        for words in lines
+        if words[9] in inodes and words[3] == "0A"
     }
 
 

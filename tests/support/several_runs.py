@@ -18,7 +18,7 @@ from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.engine import Engine
 from pipedraft.inference.pipelines import local
 from pipedraft.inference.pipelines.local import LocalPipeline
-from pipedraft.inference.ranks import watch, worker
+from pipedraft.inference.ranks import worker
 from pipedraft.inference.ranks.cluster import Cluster
 from pipedraft.inference.rules.sampled import KeyedRandom
 from pipedraft.models.targets import stage_layers, together
@@ -146,7 +146,7 @@ def share_seed(monkeypatch):
 
 def main() -> None:
     name = str(Path(sys.argv[1]) / "t")
-    with Cluster(watch.WatchLimits.of_step(60)) as cluster:  # the machine may be busy
+    with Cluster(60) as cluster:  # the machine may be busy
         if not cluster.is_controller:
             cluster.serve()
             return

@@ -22,11 +22,14 @@ from pipedraft.inference.ranks.codec import (
     MAGIC,
     PREFIX,
     AnyMessage,
+    Beat,
     Cancel,
+    Cause,
     CloseRanks,
     Codec,
     Failed,
     Header,
+    Job,
     Leave,
     MeasureRequest,
     Prefill,
@@ -149,6 +152,16 @@ controls = st.one_of(
     st.builds(MeasureRequest, action=st.sampled_from(["report", "clear"])),
     st.builds(StageReport, json=st.text(max_size=50)),
     st.builds(CloseRanks),
+    st.builds(Beat),
+    st.builds(Cause, line=st.text(max_size=50)),
+    st.builds(
+        Job,
+        target=st.text(max_size=50),
+        revision=st.none() | st.text(max_size=50),
+        boundaries=st.lists(st.integers(0, 99), max_size=5).map(tuple),
+        dtype=st.sampled_from(sorted(DTYPES)),
+        traces=st.booleans(),
+    ),
 )
 
 
@@ -172,7 +185,7 @@ def test_every_message_of_the_stages_survives(message: AnyMessage, sequence, is_
         assert (tuple(tensor.shape), tensor.dtype) == (shape, dtype)
         return tensor
 
-    buffer = data + more
+    buffer = bytearray(data + more)
     assert CODEC.frame_bytes(buffer) == len(data)
     back = CODEC.decode(memoryview(buffer)[: len(data)], fetch)
     buffer[:] = bytes(len(buffer))  # the message owns its tensors

@@ -21,12 +21,12 @@ import process_failures
 import pytest
 import torch
 import torch.distributed as dist
+import zmq
 from process_failures import NUM_RANKS, Plan, run_forked_rank
 from tiny_models import tiny_llama
 
-from pipedraft.inference.ranks import links as ranks
-from pipedraft.inference.ranks.codec import CODEC, CloseRanks, StageResult
-from pipedraft.inference.ranks.links import is_out_of_memory
+from pipedraft.inference.ranks.codec import StageResult
+from pipedraft.inference.ranks.links import LostLink, Sender, is_out_of_memory
 from pipedraft.inference.timeline import Timeline
 
 NAMES = ["rank 0 (controller)", "rank 1 (stage 0)", "rank 2 (stage 1)"]
@@ -124,21 +124,27 @@ def outcome_of(plan: Plan, *, is_stopped: bool = False, launcher_ends_all: bool 
                         other.terminate()
         end = time.monotonic()
         statuses = [process.exitcode for process in ranks]
-    if plan.failure is not None:
+    if (plan.folder / "failed_at").exists():
         start = float((plan.folder / "failed_at").read_text())
     output = [(plan.folder / f"rank{rank}.log").read_text() for rank in range(NUM_RANKS)]
     return Outcome(statuses, end - start, output)
 
 
 def check_all_failed(
-    outcome: Outcome, ranks: list[int], cause: str, limit_s: float = LIMIT_S
+    outcome: Outcome,
+    ranks: list[int],
+    cause: str,
+    limit_s: float = LIMIT_S,
+    *,
+    have_names: bool = True,
 ) -> None:
     """Assert that these ranks ended in time with status 1 and one line each, naming the cause."""
     assert outcome.seconds < limit_s, outcome
     for rank in ranks:
         assert outcome.statuses[rank] == 1, outcome
         (line,) = outcome.lines(rank)
-        assert line.startswith(f"error: {NAMES[rank]}: "), line
+        name = NAMES[rank] if have_names else f"rank {rank} (starting)"
+        assert line.startswith(f"error: {name}: "), line
         assert re.search(cause, line), line
 
 
@@ -160,6 +166,24 @@ def test_a_lost_stage_ends_every_rank_with_a_line(number, cause, limit_s, folder
     check_all_failed(outcome, ended, cause, limit_s)
 
 
+def test_a_lost_controller_ends_every_rank_with_a_line(folder):
+    failure = partial(process_failures.receive_signal, number=signal.SIGKILL)
+    outcome = outcome_of(Plan(folder=folder, failing_rank=0, failure=failure))
+    check_all_failed(outcome, [1, 2], r"lost rank 0 \(controller\)")
+
+
+def test_a_rank_that_dies_before_the_ranks_have_met_ends_the_others(folder):
+    """The others know where it was, but cannot connect any more."""
+    outcome = outcome_of(Plan(folder=folder, failing_rank=2, dies_at="dial"))
+    cause = r"lost rank 2 \(starting\): no connection to ipc://.*--rank-host"
+    check_all_failed(outcome, [0, 1], cause, have_names=False)
+
+
+def test_a_rank_that_never_starts_is_named(folder):
+    outcome = outcome_of(Plan(folder=folder, failing_rank=1, dies_at="bind", connect_s=5))
+    check_all_failed(outcome, [0, 2], "rank 1 did not start in 5 s", have_names=False)
+
+
 def test_a_rank_that_was_suspended_goes_on(folder):
     """Known-bad: with a timeout, Python's sigtimedwait makes up a signal after a longer stop."""
     plan = Plan(folder=folder, num_new=500, failing_rank=2, failure=process_failures.be_suspended)
@@ -173,21 +197,29 @@ def test_a_silent_link_ends_every_rank_with_a_line(folder):
     """Both ends live and reach everything else."""
     skip_without_filters()
     failure = partial(process_failures.silence_links, peer=1)
-    plan = Plan(folder=folder, failing_rank=2, failure=failure)
+    plan = Plan(folder=folder, failing_rank=2, failure=failure, spans_machines=True)
     outcome = outcome_of(plan, launcher_ends_all=True)
-    cause = r"rank 2 \(stage 1\): message \d+ of rank 1 \(stage 0\) did not come in 5 s"
+    cause = r"rank 1 \(stage 0\): lost rank 2 \(stage 1\): no connection to tcp://127.0.0.1:\d+"
     check_all_failed(outcome, [0, 1, 2], cause)
     assert (folder / "listening").read_text() == LOOPBACK
 
 
 @needs_linux
+def test_a_link_that_is_reset_ends_every_rank_with_a_line(folder):
+    failure = partial(process_failures.cut_links, peer=1)
+    outcome = outcome_of(Plan(folder=folder, failing_rank=2, failure=failure, spans_machines=True))
+    cause = r"rank 1 \(stage 0\): lost rank 2 \(stage 1\): no connection to tcp://127.0.0.1:\d+"
+    check_all_failed(outcome, [0, 1, 2], cause)
+
+
+@needs_linux
 def test_a_rank_cut_off_from_everything_ends_too(folder):
-    """No peer can be reached in either direction, and asking the store never returns."""
+    """No peer can be reached in either direction."""
     skip_without_filters()
-    plan = Plan(folder=folder, failing_rank=2, failure=process_failures.silence_links)
-    outcome = outcome_of(plan)
+    failure = process_failures.silence_links
+    outcome = outcome_of(Plan(folder=folder, failing_rank=2, failure=failure, spans_machines=True))
     check_all_failed(outcome, [0, 1], r"rank 2 \(stage 1\) is silent for 5 s")
-    check_all_failed(outcome, [2], "lost the store of the launch: no answer in 5 s")
+    check_all_failed(outcome, [2], r"rank 2 \(stage 1\): rank 0 \(controller\) is silent for 5 s")
 
 
 def skip_without_filters() -> None:
@@ -234,7 +266,8 @@ def test_a_launch_ends_ranks_that_do_not_find_out_that_one_was_killed(tmp_path):
         while len(list(tmp_path.glob("*.pid"))) < NUM_RANKS:
             assert process.poll() is None
             time.sleep(0.01)
-        addresses = process_failures.listening([process.pid])
+        ranks = [process_failures.rank_id(tmp_path, rank) for rank in range(NUM_RANKS)]
+        addresses = process_failures.listening([process.pid, *ranks])
         (tmp_path / "go").touch()
         said = process.communicate(timeout=100)[1]
         assert process.returncode == 1
@@ -269,25 +302,8 @@ def test_every_allocator_is_recognized():
 
 
 def test_memory_that_a_message_lacks_is_no_lost_link():
-    sender = ranks.Sender(1, ranks.ANSWER, Timeline("controller"))
-    with pytest.raises(RuntimeError, match="allocate") as caught:
-        sender.send(StageResult(verdicts=torch.zeros(1).expand(1 << 46)))
-    assert not isinstance(caught.value, ranks.LostLink) and is_out_of_memory(caught.value)
-
-
-def test_a_closed_link_awaits_nothing(monkeypatch):
-    """Another thread asks the closed link until this rank's other links are closed as well."""
-
-    class Done:
-        def wait(self, timeout):
-            pass
-
-    def receive_close(buffer, peer, *, tag):
-        frame = CODEC.encode(CloseRanks()).data
-        buffer[: len(frame)] = torch.frombuffer(frame, dtype=torch.uint8)
-        return Done()
-
-    monkeypatch.setattr(dist, "irecv", receive_close)
-    receiver = ranks.Receiver(1, ranks.FORWARD)
-    assert receiver.has_arrived() and isinstance(receiver.receive(), CloseRanks)
-    assert receiver.num_received == ranks.NUM_BUFFERS and not receiver.has_arrived()
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        sender = Sender(socket, 1, Timeline("controller"))
+        with pytest.raises(RuntimeError, match="allocate") as caught:
+            sender.send(StageResult(verdicts=torch.zeros(1).expand(1 << 46)))
+    assert not isinstance(caught.value, LostLink) and is_out_of_memory(caught.value)
