@@ -261,7 +261,7 @@ def test_positions_restart_in_every_document_and_a_mutant_is_caught(name, monkey
     assert_same(*packed_and_apart(objective, monkeypatch))
     for module in ("spd", "ppsd", "eagle", "eagle3", "dflash", "flexspec"):
         monkeypatch.setattr(
-            f"pipedraft.models.{module}.positions_of",
+            f"pipedraft.models.heads.{module}.positions_of",
             lambda num_positions, lengths, device: torch.arange(num_positions, device=device),
         )
     assert differ(*packed_and_apart(objective, monkeypatch))
@@ -289,7 +289,7 @@ def test_attention_across_documents_is_caught_in_the_draft(name, monkeypatch):
     objective = make_objective(name)
     monkeypatch.setattr(structural._Examples, "lengths_of", lambda *_: None)
     attend = layers.causal_attention
-    for module in ("layers", "eagle"):
+    for module in ("transformer.layers", "heads.eagle"):
         monkeypatch.setattr(
             f"pipedraft.models.{module}.causal_attention",
             lambda query, keys, values, lengths: attend(query, keys, values),

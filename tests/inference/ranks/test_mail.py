@@ -11,7 +11,7 @@ import zmq
 from pipedraft.inference.ranks.codec import CODEC, Beat, Cause
 from pipedraft.inference.ranks.mail import MAX_CONTROL_BYTES, TO_FIRST, Mail, own_address
 
-WAIT_MS = 10_000
+WAIT_MS = 30_000
 NEVER_MS = 300
 
 
