@@ -25,8 +25,8 @@ import torch
 from measurement import make_parser
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from pipedraft.inference.clock import CostModel
 from pipedraft.inference.config import DecodeConfig
+from pipedraft.inference.cost_model import CostModel
 from pipedraft.inference.engine import Engine
 from pipedraft.inference.ranks import is_launched
 from pipedraft.inference.ranks.cluster import Cluster

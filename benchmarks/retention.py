@@ -34,10 +34,10 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pipedraft.eval.charts import Estimate, LineChart
+from pipedraft.eval.evaluation import draft_hash
 from pipedraft.eval.intervals import paired_interval
 from pipedraft.eval.lossless import output_logits
 from pipedraft.eval.metrics import pooled_ratio
-from pipedraft.eval.run import draft_hash
 from pipedraft.eval.tables import Table, align_columns, bounds, markdown, number
 from pipedraft.eval.tasks import Prompt, load_tasks
 from pipedraft.eval.traces import traces_of

@@ -27,7 +27,7 @@ from random import Random
 
 from measurement import make_parser
 
-from pipedraft.inference.clock import CostModel, VirtualClock
+from pipedraft.inference.cost_model import CostModel, VirtualClock
 from pipedraft.models.transformer.boundaries import stage_boundaries
 
 

@@ -29,8 +29,8 @@ from .answers import (
     RowFailed,
     TargetLost,
 )
+from .chat_client import ChatServer, ChatServerOptions, is_address
 from .saved import saved_files
-from .server import ChatServer, ChatServerOptions, is_address
 from .sources import Source, read_source
 
 EXAMPLE = """example:

@@ -25,7 +25,7 @@ if __name__ == "__main__":
 from jinja2 import Environment, StrictUndefined
 
 from ..data_recipes.answers import TargetLost
-from ..data_recipes.server import ChatServerOptions
+from ..data_recipes.chat_client import ChatServerOptions
 from ..files import to_json, write_atomically
 from .arguments import FewPromptsOptions
 from .audit_answers import Endpoint, Heard

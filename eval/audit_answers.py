@@ -9,7 +9,7 @@ from operator import itemgetter
 from tokenizers.decoders import ByteLevel
 
 from ..data_recipes.answers import AnswerSampling, RowFailed
-from ..data_recipes.server import ChatServer, ChatServerOptions, TryAgain, read_choice
+from ..data_recipes.chat_client import ChatServer, ChatServerOptions, TryAgain, read_choice
 from ..errors import Failure
 from ..files import Values
 from .tasks import Prompt

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..data_recipes.answers import RowFailed, TargetLost
-from ..data_recipes.server import TryAgain
+from ..data_recipes.chat_client import TryAgain
 from ..files import Values
 from .audit_answers import SPECIAL, TOP_LOGPROBS, Answer, Endpoint, is_incomplete, spell
 from .tasks import Prompt

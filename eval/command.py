@@ -12,9 +12,9 @@ from ..chats import set_template_variables, warn_of_variables
 from ..devices import resolve_dtype
 from ..errors import UsageError, flag_name, make_folder
 from ..files import Values, locked, make_place, to_json, write_atomically
-from ..inference.clock import CostModel
 from ..inference.command import place_of, resolve_cut
 from ..inference.config import DecodeConfig, make_schedule, read_cost, setting_owners
+from ..inference.cost_model import CostModel
 from ..inference.engine import DraftNetwork
 from ..inference.pipelines import Pipeline
 from ..inference.pipelines.local import LocalPipeline
@@ -40,12 +40,12 @@ from .arguments import (
     TargetOptions,
 )
 from .checkpoints import load_head, read_drafts
+from .evaluation import EvalMethod, Evaluation
 from .manifest import build_manifest
 from .outputs import outputs_page
 from .record import RunRecord
 from .replay import fit_cost
 from .report import title_of, write_report
-from .run import EvalMethod, Evaluation
 from .scores import check_scorable
 from .screen import check_folder, screen_table
 from .tasks import load_tasks

@@ -13,8 +13,8 @@ import numpy as np
 from tqdm import tqdm
 
 from ..errors import UsageError
-from ..inference.clock import CostModel, StageCost, VirtualClock
 from ..inference.config import ROW_COSTS, DecodeConfig, read_cost
+from ..inference.cost_model import CostModel, StageCost, VirtualClock
 from ..inference.cut import cut_layers
 from ..inference.result import DecodeResult
 from ..inference.schedules.base import Schedule

@@ -24,8 +24,8 @@ import msgspec
 
 from ..errors import UsageError
 from ..files import Values
-from ..inference.clock import CostModel
 from ..inference.config import DecodeConfig
+from ..inference.cost_model import CostModel
 from ..inference.result import DecodeResult
 from .metrics import AUTOREGRESSIVE
 from .tasks import Prompt

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
-from .clock import CostModel, VirtualClock
+from .cost_model import CostModel, VirtualClock
 from .shapes import LONGEST, SHARPNESS, RowCosts
 
 if TYPE_CHECKING:

@@ -20,8 +20,8 @@ from ..models.heads.language_model import load_draft_model
 from ..models.targets.target import choose_decoding_threads, load_target, load_tokenizer
 from ..pretrained import load_config, quieten, unapplied_settings
 from .arguments import EngineOptions, PlaceOptions
-from .clock import CostModel
 from .config import DecodeConfig
+from .cost_model import CostModel
 from .cut import AUTO, cut_layers
 from .engine import DraftNetwork, Engine
 from .pipelines.local import LocalPipeline

@@ -18,7 +18,7 @@ import msgspec
 
 from ..errors import UsageError, check_ranges
 from ..files import Values, read_text
-from .clock import CostModel, StageCost
+from .cost_model import CostModel, StageCost
 from .rules import SAMPLING_RULES, RuleName
 from .rules.filters import TokenFilters, sampling_label
 from .rules.temperature import check_temperature

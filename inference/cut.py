@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 from functools import cache
 
-from .clock import CostModel
+from .cost_model import CostModel
 
 AUTO = -1
 """Marks ``--boundaries auto`` until the layer and stage counts are known."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..models.targets.target import KeepRows
 from .auto_tree import ShapeMeter
-from .clock import VirtualClock
+from .cost_model import VirtualClock
 from .demands import Demands, EndMask
 from .meter import BatchMeter, DraftMeter
 from .not_finite import report

@@ -16,8 +16,8 @@ import yaml
 from tiny_models import byte_tokenizer
 
 from pipedraft.chats import ChatRefused, render_chat
+from pipedraft.data_recipes.chat_client import TryAgain, read_choice
 from pipedraft.data_recipes.config import DataConfig, Source
-from pipedraft.data_recipes.server import TryAgain, read_choice
 from pipedraft.data_recipes.sources import TOO_MANY_BYTES, read_source
 from pipedraft.devices import resolve_device
 from pipedraft.errors import UsageError, check_ranges

@@ -18,7 +18,7 @@ from ..data_recipes.recipe import TokenizedData
 from ..devices import place_draft
 from ..errors import blaming, check_ranges
 from ..files import Values
-from ..inference.clock import continuous_acceptance_length
+from ..inference.cost_model import continuous_acceptance_length
 from ..models.heads.draft import (
     Draft,
     StagedDraft,

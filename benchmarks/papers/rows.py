@@ -13,9 +13,9 @@ from table_options import TableOptions
 from pipedraft.chats import set_template_variables
 from pipedraft.devices import resolve_device, resolve_dtype
 from pipedraft.errors import make_folder
+from pipedraft.eval.evaluation import EvalMethod, Evaluation
 from pipedraft.eval.metrics import AUTOREGRESSIVE, OVERALL
 from pipedraft.eval.record import Results, RunRecord
-from pipedraft.eval.run import EvalMethod, Evaluation
 from pipedraft.eval.tables import lossless_share
 from pipedraft.eval.tasks import FORMS, load_tasks
 from pipedraft.eval.traces import traces_of

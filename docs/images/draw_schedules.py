@@ -12,8 +12,8 @@ from typing import Any
 from known_text import PROMPT, KnownText, draw_luck, greedy_text, make_target
 from picture_files import write_pictures
 
-from pipedraft.inference.clock import CostModel
 from pipedraft.inference.config import DecodeConfig
+from pipedraft.inference.cost_model import CostModel
 from pipedraft.inference.engine import Engine
 from pipedraft.inference.result import DecodeResult
 from pipedraft.inference.shapes import TreeShape

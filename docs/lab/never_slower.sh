@@ -29,7 +29,7 @@ cat >"$out/rank.py" <<'END'
 import json, os, pathlib, runpy
 from dataclasses import replace
 from pipedraft.eval.metrics import decode_seconds
-from pipedraft.eval.run import EvalMethod, Evaluation
+from pipedraft.eval.evaluation import EvalMethod, Evaluation
 from pipedraft.eval.tasks import encode_turn
 from pipedraft.inference.schedules.autoregressive import Autoregressive
 def run(evaluation, methods):

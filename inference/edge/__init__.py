@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from ...options import option
-from ..servers import ServerLimits
+from ..server_options import ServerLimits
 
 
 @dataclass(frozen=True, kw_only=True)

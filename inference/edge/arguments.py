@@ -7,7 +7,7 @@ from typing import ClassVar
 from ...errors import flag_name
 from ...options import Options, option
 from ..arguments import PlaceOptions, seconds
-from ..servers import ListenOptions
+from ..server_options import ListenOptions
 from . import SessionLimits
 
 ELSEWHERE = (

@@ -22,7 +22,7 @@ from ..command import encode, printed_answer
 from ..config import DecodeConfig
 from ..result import DecodeResult, shown
 from ..rules.sampled import RULES
-from ..servers import is_loopback, read_tokens
+from ..server_options import is_loopback, read_tokens
 from .arguments import RemoteOptions
 from .engine import LinkEngine
 from .remote import LocalDraft, RemotePipeline

@@ -8,7 +8,7 @@ from ...devices import resolve_device, resolve_dtype
 from ...files import read_optional
 from ...models.targets.target import load_target, load_tokenizer
 from ...pretrained import quieten
-from ..servers import address_of, read_tokens
+from ..server_options import address_of, read_tokens
 from . import wire
 from .arguments import SessionServerOptions
 from .grpc_server import Server

@@ -19,7 +19,7 @@ import torch
 
 from ...models.targets.target import KeepRows, Segment
 from ...models.transformer.fingerprint import vocabulary_hash, weights_hash
-from ..servers import address_of, find_token
+from ..server_options import address_of, find_token
 from . import SessionLimits, wire
 from . import session_messages as messages
 from .session_messages import REQUESTS

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...files import Values
 from ...models.targets.target import KeepRows, Segment
-from ..clock import CostModel, VirtualClock
+from ..cost_model import CostModel, VirtualClock
 from ..demands import EndMask
 from ..rules.sampled import Verifier
 from ..verdict import Verdict

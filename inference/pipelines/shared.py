@@ -13,7 +13,7 @@ from ...models.targets.stage_graphs import MAX_ROWS
 from ...models.targets.target import Segment, StagedTarget
 from ...models.transformer.stage_cache import MIN_CAPACITY
 from ..batch_clock import BatchClock, SequenceClock
-from ..clock import CostModel, VirtualClock
+from ..cost_model import CostModel, VirtualClock
 from ..ranks.codec import Leave, Part, Together
 from ..ranks.links import Local
 from ..rules.sampled import Verifier

@@ -23,7 +23,7 @@ import zmq
 from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
-from ..servers import address_of
+from ..server_options import address_of
 from .codec import CODEC, MAX_HEADER_BYTES, MAX_TENSOR_BYTES, AnyMessage
 
 TO_FIRST = ("answers", "cancels", "control")

@@ -10,7 +10,7 @@ if __name__ == "__main__":
     leave_at_interrupts()
 
 from ..arguments import backend_of
-from ..servers import read_tokens
+from ..server_options import read_tokens
 from .options import KEY_VARIABLE, ServeOptions
 
 build_parser = ServeOptions.parser

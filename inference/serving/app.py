@@ -21,7 +21,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from ...models.targets.target import StagedTarget
 from ..engine import Engine
 from ..pipelines.local import LocalPipeline
-from ..servers import find_token
+from ..server_options import find_token
 from .admission import NOT_AGAIN, Admissions
 from .answers import HttpAnswer, Piece
 from .decoder import SequenceDecoder

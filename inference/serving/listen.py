@@ -15,7 +15,7 @@ import uvicorn
 from ...errors import Failure
 from ..pipelines.local import LocalPipeline
 from ..ranks.links import LostLink
-from ..servers import address_of
+from ..server_options import address_of
 from .app import Service, make_app
 from .decoder import SequenceDecoder
 

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from ...options import option
 from ..arguments import EngineOptions
-from ..servers import ListenOptions, ServerLimits
+from ..server_options import ListenOptions, ServerLimits
 
 KEY_VARIABLE = "PIPEDRAFT_API_KEY"
 EXAMPLE = """example:

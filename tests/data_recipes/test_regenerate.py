@@ -25,8 +25,8 @@ from regenerate_runs import (
     write_rows,
 )
 
+from pipedraft.data_recipes import chat_client as chat_server
 from pipedraft.data_recipes import regenerate
-from pipedraft.data_recipes import server as chat_server
 from pipedraft.data_recipes.answers import AnswerFile
 
 server, signals = regenerate_runs.server, regenerate_runs.signals

@@ -16,7 +16,7 @@ from regenerate_runs import call, conversation, make_data, read_rows, write_rows
 from small_tokenizers import train_tokenizer
 from tiny_models import tiny_llama
 
-from pipedraft.data_recipes import server as chat_server
+from pipedraft.data_recipes import chat_client as chat_server
 from pipedraft.data_recipes.answers import (
     AnswerFile,
     Dialogue,
@@ -280,7 +280,7 @@ def test_answers_take_the_room_that_is_left_and_read_the_system_field(
 
 def test_a_server_run_loads_no_torch():
     code = (
-        "import sys, pipedraft.data_recipes.regenerate, pipedraft.data_recipes.server;"
+        "import sys, pipedraft.data_recipes.regenerate, pipedraft.data_recipes.chat_client;"
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], env=os.environ).returncode == 0

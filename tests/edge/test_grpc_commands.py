@@ -23,7 +23,7 @@ from pipedraft.inference.decode_options import MAX_PROMPT_BYTES, DecodeOptions
 from pipedraft.inference.edge.session_messages import REPLIES, Close
 from pipedraft.inference.edge.stream import Access, read_description
 from pipedraft.inference.edge.wire import SERVICE
-from pipedraft.inference.servers import ListenOptions
+from pipedraft.inference.server_options import ListenOptions
 from pipedraft.models.heads.draft import TargetReference
 from pipedraft.models.heads.flexspec import FlexSpec, FlexSpecConfig
 from pipedraft.models.transformer.layers import LayerConfig

@@ -39,7 +39,7 @@ from pipedraft.inference.edge.session_messages import (
 from pipedraft.inference.edge.session_table import MessageRate, SessionTable
 from pipedraft.inference.edge.stream import Access
 from pipedraft.inference.edge.target_session import MAX_MORE, SharedTarget
-from pipedraft.inference.servers import read_tokens
+from pipedraft.inference.server_options import read_tokens
 
 # -- many clients at once ---------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from command_runs import assert_one_line, call
 from tiny_models import write_rows
 
 from pipedraft.data_recipes.answers import RowFailed
-from pipedraft.data_recipes.server import ChatServer, TryAgain
+from pipedraft.data_recipes.chat_client import ChatServer, TryAgain
 from pipedraft.eval.audit_answers import Answer, read_answer
 from pipedraft.eval.audit_result import first_difference
 

@@ -9,8 +9,8 @@ import pytest
 from pipedraft.errors import UsageError
 from pipedraft.eval.record import ProcessRecord, WallClockRecord
 from pipedraft.eval.replay import fit_cost
-from pipedraft.inference.clock import CostModel, VirtualClock
 from pipedraft.inference.config import COST_PRESETS, read_cost
+from pipedraft.inference.cost_model import CostModel, VirtualClock
 
 CUT = (0, 3, 8)
 

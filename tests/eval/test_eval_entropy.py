@@ -11,6 +11,7 @@ from tiny_drafts import noisy_copy
 from tiny_models import byte_tokenizer, tiny_llama
 
 from pipedraft.eval import lossless
+from pipedraft.eval.evaluation import EvalMethod, Evaluation
 from pipedraft.eval.intervals import wilson_over_prompts
 from pipedraft.eval.lossless import entropies, output_entropies, output_logits
 from pipedraft.eval.metrics import (
@@ -20,7 +21,6 @@ from pipedraft.eval.metrics import (
     count_by_entropy,
     token_tests,
 )
-from pipedraft.eval.run import EvalMethod, Evaluation
 from pipedraft.eval.traces import TraceFile
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.engine import Engine

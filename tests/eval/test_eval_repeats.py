@@ -7,8 +7,8 @@ from eval_runs import make_prompts, prompt_record
 from msgspec import UNSET
 from msgspec.structs import replace
 
+from pipedraft.eval.evaluation import EvalMethod, Evaluation
 from pipedraft.eval.metrics import repeats_record
-from pipedraft.eval.run import EvalMethod, Evaluation
 from pipedraft.eval.traces import Traces, read_recordings
 from pipedraft.files import to_json
 from pipedraft.inference.config import DecodeConfig
@@ -59,7 +59,7 @@ def test_repeats_decode_the_same_texts_at_times_of_their_own(model, tmp_path, mo
         pooled = repeated.tokens / seconds.sum(0)
         assert found.tokens_per_s == pytest.approx(pooled.tolist())
     monkeypatch.setattr("pipedraft.inference.engine.Engine.decode", None)  # would fail
-    monkeypatch.setattr("pipedraft.eval.run.Evaluation._warm_up", lambda *_: None)
+    monkeypatch.setattr("pipedraft.eval.evaluation.Evaluation._warm_up", lambda *_: None)
     again = evaluate(model, REPEATS, tmp_path)
     kept = [[replace(e, processes=[]) for e in entries] for entries in (often, again)]
     assert to_json(kept[0]) == to_json(kept[1])  # processes are of the last launch

@@ -12,12 +12,12 @@ from decode_runs import SMALL, PlainTokenizer
 from eval_runs import assert_refused, first_layer, make_prompts, status
 from tiny_models import byte_tokenizer, tiny_llama
 
+from pipedraft.eval.evaluation import EvalMethod, Evaluation, recorded_draft
 from pipedraft.eval.replay import Hardware, NotReplayable, best_of, replay, speedups_by_row
-from pipedraft.eval.run import EvalMethod, Evaluation, recorded_draft
 from pipedraft.eval.tables import row_cost_table
 from pipedraft.eval.traces import Recording, Traces, read_recordings
-from pipedraft.inference.clock import CostModel, StageCost
 from pipedraft.inference.config import ROW_COSTS, DecodeConfig
+from pipedraft.inference.cost_model import CostModel, StageCost
 from pipedraft.inference.engine import Engine
 
 NEW_TOKENS = 10

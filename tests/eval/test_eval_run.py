@@ -15,10 +15,10 @@ from eval_runs import AnyDraft, StubEngine, assert_refused, command, make_prompt
 from transformers import GenerationConfig
 
 from pipedraft.eval import command as command_module
+from pipedraft.eval.evaluation import EvalMethod, Evaluation
 from pipedraft.eval.lossless import GreedyReference, generate_greedy
 from pipedraft.eval.metrics import AUTOREGRESSIVE, OVERALL
 from pipedraft.eval.record import LosslessRecord
-from pipedraft.eval.run import EvalMethod, Evaluation
 from pipedraft.eval.tables import warnings
 from pipedraft.eval.traces import Traces
 from pipedraft.eval.turns import evaluate, prompt_seed
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("no_pictures")
 
 @pytest.fixture
 def engine(monkeypatch):
-    monkeypatch.setattr("pipedraft.eval.run.Engine", StubEngine)
+    monkeypatch.setattr("pipedraft.eval.evaluation.Engine", StubEngine)
     monkeypatch.setattr(StubEngine, "log", [])
     return StubEngine
 

@@ -20,10 +20,10 @@ from scipy.stats import binomtest
 from tiny_models import write_rows
 
 from pipedraft.eval.answer import score_answer
+from pipedraft.eval.evaluation import EvalMethod, Evaluation
 from pipedraft.eval.intervals import wilson_interval
 from pipedraft.eval.metrics import OVERALL
 from pipedraft.eval.report import format_report
-from pipedraft.eval.run import EvalMethod, Evaluation
 from pipedraft.eval.screen import screen_table
 from pipedraft.eval.tasks import load_task, load_tasks
 from pipedraft.inference.config import DecodeConfig
@@ -95,7 +95,7 @@ class ScriptedEngine(StubEngine):
 
 @pytest.fixture
 def benchmarks(tmp_path, monkeypatch):
-    monkeypatch.setattr("pipedraft.eval.run.Engine", ScriptedEngine)
+    monkeypatch.setattr("pipedraft.eval.evaluation.Engine", ScriptedEngine)
     rows = [
         {"question": f"{q}?", "answer": f"So.\n#### {a}"} for q, a in (("2 + 2", 4), ("3 + 3", 6))
     ]

@@ -6,11 +6,11 @@ from eval_runs import assert_refused, command, make_prompts
 from msgspec import UNSET
 from msgspec.structs import replace
 
-from pipedraft.eval.run import EvalMethod, Evaluation
+from pipedraft.eval.evaluation import EvalMethod, Evaluation
 from pipedraft.files import to_json
 from pipedraft.inference.batch import BatchEngine
-from pipedraft.inference.clock import CostModel
 from pipedraft.inference.config import DecodeConfig
+from pipedraft.inference.cost_model import CostModel
 
 tokenizer, target, folders = eval_runs.tokenizer, eval_runs.target, eval_runs.folders
 model = eval_runs.model

@@ -75,7 +75,7 @@ def test_every_turn_and_every_reference_text_is_kept_once(whole):
 def test_a_finished_evaluation_is_reported_again_without_decoding(whole, arguments, monkeypatch):
     before, expected = lines(whole), results(whole)
     monkeypatch.setattr("pipedraft.inference.engine.Engine.decode", None)  # would fail
-    monkeypatch.setattr("pipedraft.eval.run.Evaluation._warm_up", lambda *_: None)
+    monkeypatch.setattr("pipedraft.eval.evaluation.Evaluation._warm_up", lambda *_: None)
     monkeypatch.setattr("pipedraft.eval.lossless.generate_greedy", None)
     run(arguments(whole))
     assert results(whole) == expected and lines(whole) == before

@@ -10,8 +10,8 @@ from markov_runs import PROMPT, markov_engine
 from tiny_models import tiny_llama
 
 from pipedraft.eval.replay import cost_conflict
-from pipedraft.inference.clock import CostModel
 from pipedraft.inference.config import DecodeConfig
+from pipedraft.inference.cost_model import CostModel
 from pipedraft.inference.shapes import RowCosts, rows_that_pay
 from pipedraft.inference.sources import tree_source
 from pipedraft.inference.sources.tree_source import TreeSource

@@ -12,9 +12,9 @@ from tiny_models import REPOSITORY
 from pipedraft.errors import UsageError
 from pipedraft.eval.record import ProcessRecord
 from pipedraft.eval.replay import fit_cost
-from pipedraft.inference.clock import CostModel, StageCost, VirtualClock
 from pipedraft.inference.command import resolve_cut
 from pipedraft.inference.config import DecodeConfig, read_cost
+from pipedraft.inference.cost_model import CostModel, StageCost, VirtualClock
 from pipedraft.inference.cut import AUTO, cut_layers, read_boundary
 
 CUT = (0, 3, 8)

@@ -20,8 +20,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from pipedraft.devices import place_draft
-from pipedraft.inference.clock import CostModel
 from pipedraft.inference.config import DecodeConfig
+from pipedraft.inference.cost_model import CostModel
 from pipedraft.inference.engine import Engine
 from pipedraft.inference.pipelines.local import LocalPipeline
 from pipedraft.inference.rules.base import MatchVerifier

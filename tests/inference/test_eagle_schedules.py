@@ -26,8 +26,8 @@ from decode_runs import (
 from tiny_drafts import make_head, make_module
 from tiny_models import tiny_llama, tiny_qwen3
 
-from pipedraft.inference.clock import CostModel
 from pipedraft.inference.config import DecodeConfig
+from pipedraft.inference.cost_model import CostModel
 from pipedraft.inference.pipelines.local import LocalPipeline
 from pipedraft.inference.schedules import SCHEDULES
 from pipedraft.inference.shapes import EAGLE1_PATHS, TreeShape, segment_sizes

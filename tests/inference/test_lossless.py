@@ -17,7 +17,7 @@ from decode_runs import (
 )
 from tiny_models import tiny_llama, tiny_mistral, tiny_qwen3
 
-from pipedraft.inference.clock import continuous_acceptance_length
+from pipedraft.inference.cost_model import continuous_acceptance_length
 from pipedraft.inference.rules.sampled import RULES
 
 WAYS = [

@@ -27,8 +27,8 @@ from staged_targets import tiny
 from tiny_drafts import make_module, noisy_copy
 from tiny_models import tiny_llama, tiny_mistral
 
-from pipedraft.inference.clock import CostModel
 from pipedraft.inference.config import DecodeConfig
+from pipedraft.inference.cost_model import CostModel
 from pipedraft.inference.pipelines.local import LocalPipeline
 from pipedraft.inference.schedules.pipeinfer import PipeInfer
 from pipedraft.inference.shapes import TreeShape

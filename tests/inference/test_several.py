@@ -29,8 +29,8 @@ from tiny_models import tiny_mistral
 
 from pipedraft.inference.batch import BatchEngine, BatchLimits, QueueFull
 from pipedraft.inference.batch_clock import BatchClock
-from pipedraft.inference.clock import CostModel
 from pipedraft.inference.config import DecodeConfig
+from pipedraft.inference.cost_model import CostModel
 from pipedraft.inference.engine import Engine
 from pipedraft.inference.result import Observer
 from pipedraft.models.speed.rounded import round_target

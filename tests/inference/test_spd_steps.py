@@ -9,8 +9,8 @@ from spd_runs import decode_like_training
 from tiny_drafts import make_module
 from tiny_models import tiny_llama
 
-from pipedraft.inference.clock import CostModel, continuous_acceptance_length
 from pipedraft.inference.config import DecodeConfig
+from pipedraft.inference.cost_model import CostModel, continuous_acceptance_length
 from pipedraft.models.heads.spd import SPDConfig, feature_layers
 from pipedraft.train.spd import sample_occupancy
 

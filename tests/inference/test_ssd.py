@@ -7,7 +7,7 @@ from decode_runs import PROMPTS, SimulatedSource, engine_for, greedy_reference
 from tiny_drafts import make_head, noisy_copy
 from tiny_models import tiny_llama
 
-from pipedraft.inference.clock import CostModel
+from pipedraft.inference.cost_model import CostModel
 from pipedraft.inference.shapes import TreeShape
 
 PROMPT = PROMPTS[2]

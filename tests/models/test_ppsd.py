@@ -27,7 +27,7 @@ from tiny_drafts import make_exit, make_head
 from tiny_models import tiny_llama, tiny_qwen3
 from train_runs import BY_HEART, assert_learns_by_heart
 
-from pipedraft.inference.clock import CostModel, continuous_acceptance_length
+from pipedraft.inference.cost_model import CostModel, continuous_acceptance_length
 from pipedraft.inference.rules.sampled import RULES
 from pipedraft.inference.sources.ppsd import PPSDSource
 from pipedraft.inference.sources.row_cache import RowCache

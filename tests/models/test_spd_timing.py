@@ -16,8 +16,8 @@ from spd_runs import decode_like_training
 from tiny_drafts import make_head, make_module
 from tiny_models import tiny_llama
 
-from pipedraft.inference.clock import CostModel
 from pipedraft.inference.config import DecodeConfig
+from pipedraft.inference.cost_model import CostModel
 from pipedraft.inference.sources.spd import SPDSource
 from pipedraft.models.targets.target import capture_hidden
 from pipedraft.train.batch import Batch

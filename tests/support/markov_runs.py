@@ -14,8 +14,8 @@ import torch
 from decode_runs import PlainTokenizer
 from scipy.stats import chi2
 
-from pipedraft.inference.clock import CostModel
 from pipedraft.inference.config import DecodeConfig
+from pipedraft.inference.cost_model import CostModel
 from pipedraft.inference.engine import Engine
 from pipedraft.inference.rules.filters import TokenFilters
 from pipedraft.inference.rules.random import UNFILTERED, probabilities

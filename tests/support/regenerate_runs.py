@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from pipedraft.data_recipes import chat_client as chat_server
 from pipedraft.data_recipes import regenerate
-from pipedraft.data_recipes import server as chat_server
 from pipedraft.endings import run_command
 
 FAULTS = ("error", "busy", "closed", "not_json", "slow", "empty")

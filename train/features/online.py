@@ -23,7 +23,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from ...data_recipes.server import is_address
+from ...data_recipes.chat_client import is_address
 from ...files import Values
 
 PATIENCE_S = 60.0
