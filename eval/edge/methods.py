@@ -21,12 +21,13 @@ from ...inference.edge.pipeline import RemoteTarget
 from ...inference.edge.simulated import SimulatedPipeline, Times
 from ...inference.edge.target_session import SharedTarget
 from ...inference.engine import DraftNetwork
+from ...inference.followers import LookupKind
 from ...inference.result import DecodeResult
 from ...inference.rules import RuleName
 from ...inference.rules.filters import TokenFilters, sampling_label
 from ...inference.rules.sampled import RULES, KeyedRandom, make_verifier
 from ...inference.sources import make_source
-from ...inference.sources.lookup import Lookup, LookupKind
+from ...inference.sources.lookup import Lookup
 from ...inference.tree import TokenTree
 from ...models.targets.target import KeepRows
 

@@ -5,7 +5,8 @@ import torch
 from decode_runs import PROMPTS, WAYS, engine_for, greedy_reference
 from tiny_models import tiny_llama
 
-from pipedraft.inference.sources.lookup import ORDER, Followers, LookupSource, make_lookup
+from pipedraft.inference.followers import ORDER, Followers
+from pipedraft.inference.sources.lookup import LookupSource, make_lookup
 
 MORE = [
     {"schedule": "spd"},
