@@ -32,6 +32,11 @@ COMMANDS = {
         "serve an OpenAI-compatible HTTP API, metrics and a chat page",
         "pipedraft serve --checkpoint assets/heads/spd_n4 --port 8000",
     ),
+    "vllm": (
+        "inference/vllm",
+        "print or run vLLM's launch line to fill its pipeline with one request's drafts",
+        "pipedraft vllm out/smollm2 --pipeline-parallel-size 2 --draft ngram",
+    ),
     "audit": (
         "eval/audit",
         "compare a server with speculative decoding to the same model without it",

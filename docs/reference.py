@@ -20,6 +20,7 @@ from pipedraft.eval import arguments, audit, compare, replay, report
 from pipedraft.inference import demo
 from pipedraft.inference.decode_options import WINGS, DecodeOptions
 from pipedraft.inference.serving.options import ServeOptions
+from pipedraft.inference.vllm.options import VllmOptions
 from pipedraft.models.exchange.commands import SUBCOMMANDS
 from pipedraft.options import Options, help_of, typed_fields
 from pipedraft.train.config import EvaluationConfig, OptimConfig, RunConfig
@@ -31,7 +32,7 @@ from pipedraft.wings import commands_of
 REST = "<!-- from here on: python docs/reference.py -->"
 NO_REMARK = (
     *(regenerate.RegenerateOptions, DecodeOptions, demo.DemoOptions),
-    ServeOptions,
+    *(ServeOptions, VllmOptions),
     *(command.options_class for command in commands_of(WINGS).values()),
     arguments.EvalOptions,
     *(compare.CompareOptions, replay.ReplayOptions, report.ReportOptions),

@@ -222,7 +222,7 @@ def test_constraints_pin_every_declared_library_within_its_bounds() -> None:
             assert requirement.specifier.contains(pins[name]), f"{text} excludes {pins[name]}"
 
 
-DECODING = ["inference", "inference.serving"]
+DECODING = ["inference", "inference.serving", "inference.vllm"]
 NAMES = ("compare", "parity", "replay", "report")
 EVAL = ["eval", "eval.audit", *(f"eval {name}" for name in NAMES)]
 
