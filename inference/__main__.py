@@ -32,13 +32,19 @@ def run(options: DecodeOptions, cluster: "Cluster | None") -> None:
         if cluster is None:
             raise ValueError(f"--trace: {str(options.trace)!r} needs --backend process")
         make_place("--trace", options.trace, b'{"traceEvents": ')
+    if options.conformance is not None:
+        make_place("--conformance", options.conformance, b'{"request": ')
     from .command import encode, load_engine, printed_answer
+    from .trace_rows import TraceRows
 
     engine = load_engine(options, cluster, options.decode_settings(), traces=traces)
     ids = encode(engine.tokenizer, text, options.raw)
     stream = printed_answer(engine.tokenizer, ids, options)
-    result = engine.decode(ids, on_token=stream)
+    observer = None if options.conformance is None else TraceRows("0")
+    result = engine.decode(ids, on_token=stream, observer=observer)
     stream.finish_line()
+    if options.conformance is not None and observer is not None:
+        observer.write(options.conformance)
     if not options.quiet:
         where = "these processes"
         if cluster is None:

@@ -53,6 +53,8 @@ class DecodeOptions(WingOptions, EngineOptions, FilterOptions):
     """random seed"""
     trace: Path | None = option(None, metavar="FILE")
     """with --backend process: write every process's timeline as a Chrome trace"""
+    conformance: Path | None = option(None, metavar="FILE")
+    """write every verified row for `python -m pipedraft.inference.conformance`"""
     quiet: bool = False
     """print only the answer: no thinking, no figures"""
 

@@ -12,7 +12,7 @@ from . import SessionLimits
 
 ELSEWHERE = (
     *("target", "stages", "boundaries", "backend", "processes", "links", "step_timeout", "trace"),
-    *("draft", "draft_dtype", "bitwise", "never_slower", "cost"),
+    *("draft", "draft_dtype", "bitwise", "never_slower", "cost", "conformance"),
 )
 """Options refused with --server: they need the target on this machine."""
 
