@@ -3,7 +3,7 @@
 # make test         lint, type check and tests
 # make test-all     the same with the tests that repeat at length what others find
 # make fuzz         mutated inputs for MINUTES (5); FUZZ_OUT keeps state and what went wrong
-# make engines      every exported head in vLLM beside ours, and planted faults: out/engines
+# make engines      every exported head in vLLM beside ours, planted faults, vLLM's pipeline filled: out/engines
 # make venv         .venv with everything the two need
 # make clean        remove caches and build products (.venv and out/ stay)
 
@@ -158,6 +158,7 @@ $(eval $(call short_run,dflash,configs/dflash/tiny.yaml))
 
 engines: venv out/smollm2/config.json $(VLLM)/installed $(SHORT:%=out/engines/%/best/config.json)
 	$(BIN)/python benchmarks/planted_faults.py
+	$(BIN)/python benchmarks/vllm_fill.py --limit 12 --only outputs,corners,stages,law,server
 
 clean:
 	rm -rf build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache

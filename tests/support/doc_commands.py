@@ -191,6 +191,8 @@ def read(module: str, words: list[str]) -> None:
 
         own, rest = FeatureOptions.read_own([w for w in words if w != "serve"])
         read_heads(rest, list(own.also))
+    elif module == "pipedraft.inference.conformance":
+        assert words and not [word for word in words if word.startswith("-")]  # files only
     elif module == "assets/target/train.py":
         with training_script() as script:
             script.read(words)

@@ -36,6 +36,7 @@ NOT_RUN = {
     "zipfile": "not a program of this project",
     "benchmarks/gpu_check.py": "needs a GPU; test_gpu_check.py runs it on a pretended one",
     "benchmarks/planted_faults.py": "runs vLLM, which is not installed here",
+    "benchmarks/vllm_fill.py": "runs vLLM, which is not installed here",
     "benchmarks/peer_logits.py": "runs beside packages that are not installed here",
     "benchmarks/peer_losses.py": "runs beside packages that are not installed here",
     "docs/lab/other_engines.py": "runs beside packages that are not installed here",
@@ -80,6 +81,10 @@ def runner_of(command: Command) -> str:
         return "test_doctor.py"  # it runs the command in a process
     if command.module == "benchmarks/serve_storm.py":
         return "test_serve_load.py"
+    if command.module == "pipedraft.inference.conformance" or "--conformance" in words:
+        return "test_conformance.py"
+    if command.module == "pipedraft.inference.vllm":
+        return "test_vllm_fill.py"
     if command.module == "pipedraft.inference.serving":
         return "test_serve_http.py"  # it starts these servers
     if command.module.startswith(("docs/images/", "docs/lab/write_results")):
