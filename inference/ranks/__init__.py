@@ -7,6 +7,8 @@ SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 """Signals that end a rank, or a command with ranks."""
 STORE_VARIABLE = "PIPEDRAFT_STORE"
 """Descriptor of the listening socket for a launch's store, in the rank that runs the store."""
+LAUNCHER_VARIABLE = "PIPEDRAFT_LAUNCHER"
+"""Process id of ``run_ranks``: its ranks must not outlive it."""
 TOKEN_VARIABLE = "PIPEDRAFT_RANK_TOKEN"
 """Secret of a launch. Without it, rank 0 chooses one and the launch's store passes it on."""
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import NoReturn
 
-from . import SIGNALS, STORE_VARIABLE, TOKEN_VARIABLE
+from . import LAUNCHER_VARIABLE, SIGNALS, STORE_VARIABLE, TOKEN_VARIABLE
 
 LEAVE_S = 10.0
 """Seconds for the other ranks to exit after a failure: they detect it themselves and report why."""
@@ -35,9 +35,12 @@ def run_ranks(
     world = {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
     world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(listener.getsockname()[1])}
     world |= {STORE_VARIABLE: str(listener.fileno()), TOKEN_VARIABLE: os.urandom(32).hex()}
+    world |= {LAUNCHER_VARIABLE: str(os.getpid())}
     # By default each rank starts a thread per core, and they slow each other down.
     num_threads = max(1, (os.cpu_count() or 1) // num_ranks)
-    shared = {"OMP_NUM_THREADS": str(num_threads)} | os.environ | world
+    # Without a level, torch's store adds a C++ stack to what the ranks say of a failure.
+    usual = {"OMP_NUM_THREADS": str(num_threads), "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    shared = usual | os.environ | world
     started: list[subprocess.Popen] = []
     to_pass = 2 if passes_signals else 0
     killed = ""

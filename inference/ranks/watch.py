@@ -18,7 +18,7 @@ import torch.distributed as dist
 import zmq
 
 from ..timeline import Timeline
-from . import SIGNALS, TOKEN_VARIABLE
+from . import LAUNCHER_VARIABLE, SIGNALS, TOKEN_VARIABLE
 from .codec import CODEC, MAX_LINE, Beat, Cancel, Cause, CloseRanks
 from .links import LostLink, is_out_of_memory
 from .mail import Mail
@@ -58,7 +58,7 @@ class Watch:
         """Called in this thread."""
         self.met = threading.Event()
         """Set once all ranks are connected."""
-        self._parent = os.getppid()
+        self._parent = int(os.environ.get(LAUNCHER_VARIABLE) or os.getppid())
         self._notified_s = -REPEAT_S
         self._heard: dict[int, float] = {}
         """Time of the last message from each rank."""
@@ -79,19 +79,25 @@ class Watch:
         self._thread.start()
 
     def stop(self, cause: Cause | None = None) -> None:
-        """End this thread, and from rank 0 or with a cause the other ranks.
-
-        Without a cause, any other rank waits for rank 0.
-        """
-        tells = not self.rank or cause is not None
-        self._is_closing = True
-        self._is_over = self._is_over or tells
+        """End this thread: rank 0 lets the others go, and they wait for it. A cause ends all."""
+        is_last = not self.rank and cause is None
+        self._is_closing, self._is_over = True, self._is_over or is_last or cause is not None
         self._thread.join()
         if self.mail is not None:
-            if tells:
+            if is_last or cause is not None:
                 self.mail.send_control(cause or CloseRanks())
+            if is_last:
+                self._await_goodbyes(self.mail.sockets["control"])
             self.mail.close()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+
+    def _await_goodbyes(self, control: zmq.Socket[bytes]) -> None:
+        # If a beat reaches a closed connection, the system drops what is still on its way back.
+        left = set(self._heard)
+        while left and control.poll(int(1000 * self.silence_s)):
+            sender, frame = control.recv_multipart()
+            if isinstance(CODEC.decode(frame), CloseRanks):
+                left.discard(int(sender))
 
     def fail(self, reason: str) -> NoReturn:
         """Notify the other ranks, report the reason (or another rank's earlier one) and exit."""
@@ -188,13 +194,17 @@ class Watch:
         poller = zmq.Poller()
         for socket in self.mail.watched():
             poller.register(socket, zmq.POLLIN)
-        while not self._is_over:
+        left_s, ready = BEAT_S, True
+        # All of them, or a rank would look silent whose beats are only unread.
+        while (left_s > 0 or ready) and not self._is_over:
             left_s = until_s - time.monotonic()
-            for socket, _ in poller.poll(max(0, int(1000 * left_s))):
+            found = poller.poll(max(0, int(1000 * left_s)))
+            for socket, _ in found:
                 self._take(self.mail, socket)
-            if left_s <= 0:
-                break
+            ready = bool(found)
         for rank, heard_s in self._heard.items():
+            # Time in which this process itself was stopped does not count.
+            self._heard[rank] = heard_s = heard_s + max(0, -left_s)
             silence_s = time.monotonic() - heard_s
             if silence_s > self.silence_s:
                 self._note(f"{self.name_of(rank)} is silent for {silence_s:.0f} s")
@@ -218,6 +228,7 @@ class Watch:
             case Cancel() as cancel:
                 self.on_cancel(cancel)
             case CloseRanks():
+                mail.send_control(CloseRanks())
                 self._is_over = True
             case Cause() as cause:
                 self._follow(mail, cause)

@@ -49,6 +49,8 @@ class Shell:
             return
         words = [re.sub(ADDRESS, self.address, word) for word in words]
         num_processes = int(after(command.launcher_arguments, "--nproc-per-node", "0"))
+        # A command for one of several machines starts the whole launch here.
+        num_processes *= int(after(command.launcher_arguments, "--nnodes", "1"))
         num_processes = num_processes or num_ranks(words)
         # The ranks' parent process holds their rendezvous store.
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

@@ -8,7 +8,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,15 +109,18 @@ def receive_signal(folder: Path, *, number: int) -> None:
     os.kill(os.getpid(), number)
 
 
-def be_suspended(folder: Path) -> None:
-    """Suspend this process a few times, as Ctrl-Z and fg do."""
-    own = os.getpid()
+def be_suspended(folder: Path, *, times_s: Sequence[float] = (0.4,) * 4, all_of_them: bool) -> None:
+    """Suspend this process, or all ranks, as Ctrl-Z and fg do."""
+    numbers = range(NUM_RANKS) if all_of_them else [NUM_RANKS - 1]
+    ids = [rank_id(folder, number) for number in numbers]
     if os.fork() == 0:
         with suppress(ProcessLookupError):
-            for _ in range(4):
-                os.kill(own, signal.SIGSTOP)
-                time.sleep(0.4)
-                os.kill(own, signal.SIGCONT)
+            for time_s in times_s:
+                for own in ids:
+                    os.kill(own, signal.SIGSTOP)
+                time.sleep(time_s)
+                for own in ids:
+                    os.kill(own, signal.SIGCONT)
                 time.sleep(0.2)
         os._exit(0)
 
