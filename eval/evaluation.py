@@ -22,7 +22,6 @@ from ..inference.pipelines import Pipeline
 from ..inference.pipelines.local import LocalPipeline
 from ..inference.result import DecodeResult
 from ..inference.schedules.autoregressive import Autoregressive
-from ..models.speed.rounded import rounded_dtype
 from ..models.targets.target import StagedTarget
 from ..models.transformer.fingerprint import weights_hash
 from ..pretrained import context_length
@@ -30,6 +29,7 @@ from .groups import acceptance_by_group, count_groups, sum_groups
 from .lossless import (
     GreedyReference,
     check_equal,
+    check_for,
     check_plain,
     output_entropies,
     pool_checks,
@@ -323,21 +323,22 @@ class Evaluation:
                 records = score_turns(records)
             if self.answers is not None:
                 save_answers(self.answers / name, _described(method), records)
-            check, is_greedy, has_reference = None, not config.temperature, bool(self.reference)
-            is_compared = has_reference or self.trusts_plain
-            is_rounded = rounded_dtype(self.target) is not None
-            is_bitwise = config.bitwise or is_rounded
-            repeats_draws = is_bitwise or (is_compared and self.target.dtype.itemsize >= 4)
-            # transformers' attention gives other last bits, which may change the next rounding.
-            is_like_transformers = not is_rounded and not (config.bitwise and name in plain)
-            if has_reference and is_greedy and is_like_transformers:
+            check = None
+            kind = check_for(
+                config,
+                self.target,
+                is_baseline=name not in plain,
+                has_reference=bool(self.reference),
+                trusts_plain=self.trusts_plain,
+            )
+            if kind == "transformers":
                 reference = references.setdefault(
                     config.max_new_tokens, self._greedy_reference(config.max_new_tokens)
                 )
                 check = reference.check([record.result for record in records])
-            elif repeats_draws and (is_greedy or config.rule == "gumbel") and name in plain:
+            elif kind == "baseline":
                 check = check_equal(records, plain[name].records)
-            elif has_reference and name not in plain:  # the baseline, to which others are compared
+            elif kind == "plain":
                 reference = self._greedy_reference(config.max_new_tokens)
                 tokens, stages = config.max_new_tokens, config.num_stages
                 traces = self.traces.open(plain="greedy", tokens=tokens, stages=stages)

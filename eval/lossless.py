@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from copy import copy
 from dataclasses import asdict, dataclass
 from itertools import zip_longest
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -123,6 +123,39 @@ def pool_checks(checks: Sequence[LosslessRecord]) -> LosslessRecord:
         measured = {"noise": max(noises), "margins": margins}
     totals = {name: sum(getattr(check, name) for check in checks) for name in counts}
     return LosslessRecord(**totals, **measured)
+
+
+def check_for(
+    config: DecodeConfig,
+    target: PreTrainedModel,
+    *,
+    is_baseline: bool,
+    has_reference: bool,
+    trusts_plain: bool,
+) -> Literal["transformers", "baseline", "plain"] | None:
+    """Return what a method's outputs are compared with, None if nothing can show a fault.
+
+    | method | compared with |
+    |---|---|
+    | greedy, weights not rounded | transformers; with --bitwise the baseline, if there is one |
+    | same draws as the baseline's: rounded or bitwise, or float32 | baseline |
+    | a baseline otherwise | plain: its greedy outputs for the first prompts, with transformers |
+
+    Args:
+        is_baseline: the method is the baseline, or there is none.
+        has_reference: `transformers` may generate outputs to compare with.
+        trusts_plain: compare with the baseline even without such outputs.
+    """
+    is_greedy, is_rounded = not config.temperature, rounded_dtype(target) is not None
+    # transformers' attention gives other last bits, which may change the next rounding.
+    is_like_transformers = not is_rounded and (is_baseline or not config.bitwise)
+    if has_reference and is_greedy and is_like_transformers:
+        return "transformers"
+    is_float32 = (has_reference or trusts_plain) and target.dtype.itemsize >= 4
+    repeats_draws = config.bitwise or is_rounded or is_float32
+    if repeats_draws and (is_greedy or config.rule == "gumbel") and not is_baseline:
+        return "baseline"
+    return "plain" if has_reference and is_baseline else None
 
 
 def check_equal(turns: "Sequence[DecodedTurn]", plain: "Sequence[DecodedTurn]") -> LosslessRecord:
