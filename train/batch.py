@@ -2,7 +2,7 @@
 
 # B batch, T positions, H hidden, M picked positions
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Self
 
@@ -31,6 +31,18 @@ class Batch:
     """The examples' numbers in the data set, by which stored hidden states are found."""
     features: dict[int, Tensor] = field(default_factory=dict)
     """Layer -> hidden states [B, T, H], once the target has computed them."""
+
+    @classmethod
+    def of(cls, batch: "Batch | Mapping[str, Tensor]") -> "Batch":
+        """Return a batch as it is, or one made from a peer's collator: tensors by name.
+
+        ``loss_mask`` [B, T] and ``lengths`` are needed; without ``input_ids``, ids are 0.
+        """
+        if isinstance(batch, Batch):
+            return batch
+        mask_BT = batch["loss_mask"].bool().cpu()
+        ids_BT = batch.get("input_ids", torch.zeros_like(mask_BT, dtype=torch.int64))
+        return cls(ids_BT=ids_BT, mask_BT=mask_BT, lengths=batch["lengths"].tolist())
 
     @classmethod
     def padded(cls, examples: Sequence[Values], pad_id: int) -> Self:

@@ -2,6 +2,7 @@
 
 # B batch, T positions, H hidden, M rows in one step or in all of them, S steps
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import ClassVar, Literal, TypeVar
 
@@ -65,14 +66,18 @@ def chain_lengths(mask_BT: Tensor, num_steps: int) -> Tensor:
     return (next_end_BT - positions_T - 2).clamp(0, num_steps)
 
 
-def counted_steps(batch: Batch, num_steps: int, rows: str) -> Tensor:
+def counted_steps(batch: Batch | Mapping[str, Tensor], num_steps: int, rows: str) -> Tensor:
     """Return bool [B, T, S], True where step i counts at a row by the rule ``UnrolledConfig.rows``.
 
     A document has the same supervised rows alone, padded or packed. A row's target distribution
     comes from the row's own document. SpecForge and the authors' code clear the mask of a
     document's last token. speculators keeps it: there a row that feeds this token learns what the
     target predicts behind the text.
+
+    Args:
+        batch: or tensors by name, as ``Batch.of`` takes them, to compare with a peer's rows.
     """
+    batch = Batch.of(batch)
     if rows == "turn":
         return chain_lengths(batch.mask_BT, num_steps)[..., None] > torch.arange(num_steps)
     keeps_last = rows == "speculators"

@@ -20,7 +20,7 @@ from tiny_models import tiny_llama, tiny_qwen3
 
 from pipedraft.models.heads.banded_attention import ttt_attention
 from pipedraft.models.heads.draft import load_untied
-from pipedraft.models.targets.target import capture_hidden
+from pipedraft.models.target import capture_hidden
 from pipedraft.train.batch import Batch
 from pipedraft.train.eagle3 import (
     Eagle3Objective,
@@ -266,6 +266,8 @@ def test_a_speculators_row_has_the_mask_of_its_fed_token_and_the_last_one_counts
     for step in range(3):
         theirs = [bool(x) for x in mask[1 + step :]]
         assert counted_TS[:, step].tolist() == theirs + [False] * (len(mask) - len(theirs))
+    named = {"loss_mask": batch.mask_BT, "lengths": torch.tensor(batch.lengths)}
+    assert torch.equal(counted_steps(named, 3, "speculators")[0], counted_TS)
 
 
 @pytest.mark.parametrize("rows", ["turn", "speculators", "specforge", "official"])
