@@ -44,7 +44,7 @@ from .models.exchange.hub import check_repo_id, fill_upload, push
 from .models.heads.draft import Draft, resolve_folder
 from .models.heads.language_model import LanguageModelDraft, load_draft_model, model_folder
 from .models.speed.rounded import dtype_of
-from .models.targets.target import choose_decoding_threads, load_target, load_tokenizer
+from .models.target import choose_decoding_threads, load_target, load_tokenizer
 from .models.transformer.fingerprint import fingerprint_mismatch, read_target, target_fingerprint
 from .pretrained import read_config, silent
 from .train.config import check_run

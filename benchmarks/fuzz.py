@@ -42,7 +42,7 @@ from pipedraft.files import write_atomically
 from pipedraft.inference.config import read_cost
 from pipedraft.models.heads.draft import TargetReference, load_untied
 from pipedraft.models.heads.eagle3 import Eagle3, Eagle3Config
-from pipedraft.models.targets.target import load_target, target_fingerprint
+from pipedraft.models.target import load_target, target_fingerprint
 from pipedraft.models.transformer.layers import LayerConfig
 from pipedraft.train.config import parse_run
 from pipedraft.train.run import methods

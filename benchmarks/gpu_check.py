@@ -53,7 +53,7 @@ from pipedraft.inference.engine import Engine
 from pipedraft.inference.ranks.links import DeviceLink
 from pipedraft.inference.result import DecodeResult
 from pipedraft.models.heads.banded_attention import ttt_attention
-from pipedraft.models.targets.target import StagedTarget
+from pipedraft.models.target import StagedTarget
 from pipedraft.models.transformer.stage_cache import Segment
 
 Findings = dict[str, Any]

@@ -37,7 +37,7 @@ from pipedraft.models.heads.flexspec import FlexSpec, FlexSpecConfig
 from pipedraft.models.heads.language_model import LanguageModelDraft
 from pipedraft.models.heads.ppsd import PPSD, PPSDConfig
 from pipedraft.models.heads.spd import SPD, SPDConfig
-from pipedraft.models.targets.target import target_fingerprint
+from pipedraft.models.target import target_fingerprint
 from pipedraft.models.transformer.layers import LayerConfig
 
 NUM_LAYERS = 8

@@ -32,7 +32,7 @@ from pipedraft.models.exchange.export import Layout, export
 from pipedraft.models.exchange.peers import import_head
 from pipedraft.models.heads.draft import TargetReference
 from pipedraft.models.heads.eagle3 import Eagle3, Eagle3Config
-from pipedraft.models.targets.target import capture_hidden, target_fingerprint
+from pipedraft.models.target import capture_hidden, target_fingerprint
 from pipedraft.models.transformer.layers import KeyValues, LayerConfig
 
 # R rows, H hidden, U draft vocabulary

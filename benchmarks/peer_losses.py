@@ -44,7 +44,7 @@ from pipedraft.data_recipes.recipe import load_data
 from pipedraft.models.exchange.export import Layout, export
 from pipedraft.models.heads.draft import TargetReference
 from pipedraft.models.heads.eagle3 import Eagle3, Eagle3Config
-from pipedraft.models.targets.target import (
+from pipedraft.models.target import (
     capture_hidden,
     load_target,
     load_tokenizer,

@@ -33,7 +33,7 @@ from pipedraft.eval.tasks import encode_turn, load_tasks
 from pipedraft.files import Values, to_json, write_atomically
 from pipedraft.models.exchange.export import export
 from pipedraft.models.heads.draft import CONFIG_FILE, WEIGHTS_FILE
-from pipedraft.models.targets.target import choose_decoding_threads, load_target, load_tokenizer
+from pipedraft.models.target import choose_decoding_threads, load_target, load_tokenizer
 from pipedraft.pretrained import quieten
 
 LARGEST_DIFFERENCE = 0.02

@@ -49,8 +49,8 @@ from pipedraft.inference.result import DecodeResult, ratio
 from pipedraft.models import load_draft
 from pipedraft.models.heads.draft import Draft
 from pipedraft.models.heads.language_model import LanguageModelDraft, load_draft_model
-from pipedraft.models.targets.target import load_target, load_tokenizer
-from pipedraft.models.targets.target_part import load_target_part, weights_identity
+from pipedraft.models.target import load_target, load_tokenizer
+from pipedraft.models.target_part import load_target_part, weights_identity
 from pipedraft.models.transformer.fingerprint import fingerprint_mismatch
 from pipedraft.models.transformer.layers import LayerConfig
 

@@ -36,7 +36,7 @@ from pipedraft.eval.tasks import encode_turn, load_task
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.engine import Engine
 from pipedraft.models import load_draft
-from pipedraft.models.targets.target import load_target, load_tokenizer
+from pipedraft.models.target import load_target, load_tokenizer
 
 ASSETS = Path(__file__).resolve().parents[1] / "assets"
 TASKS = ("mt_bench", "gsm8k", "humaneval")

@@ -53,7 +53,7 @@ from pipedraft.eval.tables import Table, align_columns
 from pipedraft.eval.tasks import encode_turn, load_tasks
 from pipedraft.files import to_json, write_atomically
 from pipedraft.inference.vllm.gate import SCHEDULER, WORKER
-from pipedraft.models.targets.target import load_tokenizer
+from pipedraft.models.target import load_tokenizer
 from pipedraft.pretrained import quieten
 
 CHILD = Path(__file__).with_name("vllm_child.py")

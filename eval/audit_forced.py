@@ -234,7 +234,7 @@ class TargetJudge:
 
     def __init__(self, target: str) -> None:
         from ..devices import resolve_device
-        from ..models.targets.target import load_target
+        from ..models.target import load_target
         from ..pretrained import load_tokenizer
 
         self.tokenizer = load_tokenizer(target, field="--target")
@@ -247,7 +247,7 @@ class TargetJudge:
 
         from ..chats import encode_chat
         from ..inference.serving.logprobs import token_text
-        from ..models.targets.target import StagedTarget
+        from ..models.target import StagedTarget
         from .lossless import output_logits
 
         ids = self._tokens_of(answer)

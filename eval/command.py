@@ -24,13 +24,13 @@ from ..inference.sources import default_schedule
 from ..inference.sources.lookup import make_lookup
 from ..models.heads.language_model import load_draft_model
 from ..models.speed.rounded import dtype_of
-from ..models.targets.target import (
+from ..models.target import (
     StagedTarget,
     choose_decoding_threads,
     load_target,
     load_tokenizer,
 )
-from ..models.targets.target_part import weights_identity
+from ..models.target_part import weights_identity
 from ..pretrained import quieten
 from .arguments import (
     DraftsOptions,

@@ -22,7 +22,7 @@ from ..inference.pipelines import Pipeline
 from ..inference.pipelines.local import LocalPipeline
 from ..inference.result import DecodeResult
 from ..inference.schedules.autoregressive import Autoregressive
-from ..models.targets.target import StagedTarget
+from ..models.target import StagedTarget
 from ..models.transformer.fingerprint import weights_hash
 from ..pretrained import context_length
 from .groups import acceptance_by_group, count_groups, sum_groups

@@ -18,7 +18,7 @@ from ..files import Values
 from ..inference.engine import DraftNetwork
 from ..models.heads.language_model import LanguageModelDraft
 from ..models.speed.rounded import dtype_of
-from ..models.targets.target import target_fingerprint
+from ..models.target import target_fingerprint
 from ..models.transformer.fingerprint import tokenizer_hash
 from ..pretrained import unapplied_settings
 from ..version import __version__

@@ -30,7 +30,7 @@ from ..models.exchange.card import LAYOUTS
 from ..models.exchange.export import export
 from ..models.exchange.peers import import_head
 from ..models.heads.draft import CONFIG_FILE, Draft, resolve_folder
-from ..models.targets.target import choose_decoding_threads, load_target, load_tokenizer
+from ..models.target import choose_decoding_threads, load_target, load_tokenizer
 from ..pretrained import quieten
 from .arguments import ParityOptions
 from .checkpoints import load_head, read_drafts

@@ -23,7 +23,7 @@ from ..models.heads.eagle import EagleHead
 from ..models.heads.flexspec import FlexSpec
 from ..models.heads.ppsd import PPSD
 from ..models.heads.spd import SPD
-from ..models.targets.target import capture_hidden
+from ..models.target import capture_hidden
 
 ROUNDING = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 """Tolerated difference by dtype, relative to the largest compared value."""

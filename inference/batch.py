@@ -25,7 +25,7 @@ from greenlet import greenlet
 
 from ..errors import check_ranges
 from ..models.heads.draft_calls import DraftCall, asking, make_first
-from ..models.targets.target import StagedTarget
+from ..models.target import StagedTarget
 from .auto_tree import ShapeMeter
 from .batch_clock import BatchClock
 from .config import DecodeConfig, check_prompt

@@ -17,7 +17,7 @@ from ..files import Values
 from ..models import load_draft
 from ..models.heads.draft import read_description, resolve_folder
 from ..models.heads.language_model import load_draft_model
-from ..models.targets.target import choose_decoding_threads, load_target, load_tokenizer
+from ..models.target import choose_decoding_threads, load_target, load_tokenizer
 from ..pretrained import load_config, quieten, unapplied_settings
 from .arguments import EngineOptions, PlaceOptions
 from .config import DecodeConfig

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from ..models.heads.draft import Draft
 from ..models.heads.language_model import LanguageModelDraft
-from ..models.targets.target import StagedTarget
+from ..models.target import StagedTarget
 from ..responses import format_marks, marked_text
 from .auto_tree import ShapeMeter
 from .config import DecodeConfig, check_prompt

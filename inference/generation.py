@@ -7,7 +7,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from ..models.targets.target import StagedTarget
+from ..models.target import StagedTarget
 from .engine import Engine
 from .pipelines import Pipeline
 from .result import DecodeResult, Observer, shown

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
-from ..models.targets.stage import Stage
+from ..models.stages.stage import Stage
 
 FIX = "give another --dtype (float32 holds the largest numbers), or load another copy of the model"
 

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..models.targets.target import KeepRows
+from ..models.target import KeepRows
 from .auto_tree import ShapeMeter
 from .cost_model import VirtualClock
 from .demands import Demands, EndMask

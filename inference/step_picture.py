@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from ..models.targets.target import KeepRows, Segment, StagedTarget
+from ..models.target import KeepRows, Segment, StagedTarget
 from .diagram import Diagram
 from .pipelines import Ahead, Returned
 from .pipelines.local import LocalPipeline

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..models.targets.target import KeepRows, Segment
+from ..models.target import KeepRows, Segment
 
 
 class TokenTree:

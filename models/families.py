@@ -21,9 +21,10 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
 )
 
-from ...files import Values
-from ...pretrained import auto_class
-from ..transformer.decoder import (
+from ..files import Values
+from ..pretrained import auto_class
+from .stages.acceptance import trial
+from .transformer.decoder import (
     KINDS,
     LayerPositions,
     embed,
@@ -31,8 +32,7 @@ from ..transformer.decoder import (
     layer_kinds,
     materialize,
 )
-from ..transformer.stage_cache import StageCache, additive_mask
-from .acceptance import trial
+from .transformer.stage_cache import StageCache, additive_mask
 
 NUM_ROWS, WINDOW = 6, 3
 """Sizes for the comparison: the window is shorter than the sequence."""

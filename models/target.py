@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from ...pretrained import (
+from ..pretrained import (
     check_whole,
     context_length,
     load_config,
@@ -25,10 +25,13 @@ from ...pretrained import (
     load_tokenizer,
     read_config,
 )
-from ..speed import cpu, rounded
-from ..speed.cuda_graphs import Graphs, TokenChoice, borrow_for, padded_rows
-from ..transformer.boundaries import stage_boundaries
-from ..transformer.decoder import (
+from .families import check_target
+from .speed import cpu, rounded
+from .speed.cuda_graphs import Graphs, TokenChoice, borrow_for, padded_rows
+from .stages import bitwise, stage_graphs
+from .stages.stage import Stage
+from .transformer.boundaries import stage_boundaries
+from .transformer.decoder import (
     check_packable,
     choose_attention,
     embed,
@@ -36,17 +39,14 @@ from ..transformer.decoder import (
     is_tied,
     untie,
 )
-from ..transformer.fingerprint import fingerprint_mismatch, target_fingerprint
-from ..transformer.layers import packed_call
-from ..transformer.rotary_lengths import recompute_length
-from ..transformer.stage_cache import (
+from .transformer.fingerprint import fingerprint_mismatch, target_fingerprint
+from .transformer.layers import packed_call
+from .transformer.rotary_lengths import recompute_length
+from .transformer.stage_cache import (
     KeepRows,
     Segment,
     prune_segment,
 )
-from . import bitwise, stage_graphs
-from .families import check_target
-from .stage import Stage
 
 __all__ = [
     "KeepRows",

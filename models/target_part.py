@@ -22,9 +22,9 @@ from transformers.core_model_loading import (
 from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import cached_file, extract_commit_hash
 
-from ...gguf_files import local_name
-from ...model_kinds import check_numbers, check_tensors
-from ...pretrained import (
+from ..gguf_files import local_name
+from ..model_kinds import check_numbers, check_tensors
+from ..pretrained import (
     auto_class,
     check_whole,
     explained,
@@ -33,11 +33,11 @@ from ...pretrained import (
     read_config,
     without_cache_scales,
 )
-from ...weights import check_finite, open_weights, plain_files, same_tensors, weight_files
-from ..speed.rounded import round_target, rounds
-from ..transformer.decoder import choose_attention, is_tied, materialize, untie
-from ..transformer.fingerprint import HEAD
+from ..weights import check_finite, open_weights, plain_files, same_tensors, weight_files
 from .families import check_target
+from .speed.rounded import round_target, rounds
+from .transformer.decoder import choose_attention, is_tied, materialize, untie
+from .transformer.fingerprint import HEAD
 
 SAMPLE_BYTES = 4096  # three samples per tensor: enough to see a training step
 

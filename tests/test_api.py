@@ -19,7 +19,7 @@ from pipedraft.eval.arguments import EvalOptions
 from pipedraft.eval.compare import Evaluated
 from pipedraft.files import to_json
 from pipedraft.inference.custom_generate import sampling_settings
-from pipedraft.models.targets.target import load_target
+from pipedraft.models.target import load_target
 
 TARGET = str(REPOSITORY / "assets" / "target")
 HEADS = REPOSITORY / "assets" / "heads"

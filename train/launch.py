@@ -33,8 +33,8 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from ..devices import has_native_bf16, resolve_device, stored_dtype
 from ..errors import Failure
-from ..models.targets.target import load_target
-from ..models.targets.target_part import load_more_layers
+from ..models.target import load_target
+from ..models.target_part import load_more_layers
 from .config import OptimConfig, RunConfig
 from .launcher_settings import Judgment, check_strategy, complete_deepspeed, judge
 

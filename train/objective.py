@@ -29,7 +29,7 @@ from ..models.heads.draft import (
     read_description,
     resolve_folder,
 )
-from ..models.targets.target import StagedTarget, capture_hidden
+from ..models.target import StagedTarget, capture_hidden
 from ..models.transformer.decoder import embed, logits_divisor
 from ..models.transformer.layers import LayerConfig
 from .batch import Batch, pick, put

@@ -18,7 +18,7 @@ from ..data_recipes.config import Source
 from ..data_recipes.recipe import TokenizedData
 from ..files import Values, read_json, to_json
 from ..models.heads.draft import TargetReference
-from ..models.targets.target_part import weights_identity
+from ..models.target_part import weights_identity
 from ..models.transformer.fingerprint import template_hash, vocabulary_hash
 from ..version import __version__
 from .config import RunConfig

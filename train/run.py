@@ -13,7 +13,7 @@ from ..data_recipes.fitting import load_fitting
 from ..errors import make_folder
 from ..files import locked, make_place, write_atomically
 from ..models.exchange.card import model_card
-from ..models.targets.target import check_packable, load_tokenizer
+from ..models.target import check_packable, load_tokenizer
 from ..pretrained import load_config
 from .config import RunConfig
 from .dflash import DFlashObjective, DFlashTrainConfig

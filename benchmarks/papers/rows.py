@@ -22,8 +22,8 @@ from pipedraft.eval.traces import traces_of
 from pipedraft.files import Values
 from pipedraft.inference.engine import Engine
 from pipedraft.models.speed.rounded import dtype_of
-from pipedraft.models.targets.target import load_target, load_tokenizer
-from pipedraft.models.targets.target_part import weights_identity
+from pipedraft.models.target import load_target, load_tokenizer
+from pipedraft.models.target_part import weights_identity
 
 Value = tuple[float | None, Sequence[float | None] | None]
 """A number and its 95 % interval, if there is one."""

@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from pipedraft.inference.sources.tree_source import TreeSource
 from pipedraft.inference.tree import TokenTree
-from pipedraft.models.targets.target import KeepRows
+from pipedraft.models.target import KeepRows
 
 VOCABULARY = 64
 LENGTH = 120

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from pipedraft.models.targets.target import load_target
+from pipedraft.models.target import load_target
 from pipedraft.models.transformer.fingerprint import target_fingerprint
 
 TARGET, HEAD = Path("out/smollm2"), Path("assets/heads/smollm2_eagle3")

@@ -11,7 +11,7 @@ from collections import defaultdict
 import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from pipedraft.models.targets.families import check_target
+from pipedraft.models.families import check_target
 
 # The default has no attention layer, and transformers' own cached forward needs one.
 GIVEN = {

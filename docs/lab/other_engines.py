@@ -82,7 +82,7 @@ def openvino(folder: str, _: None) -> Decode:
 
 def write_prompts(path: Path) -> None:
     from pipedraft.eval.tasks import encode_turn, load_tasks
-    from pipedraft.models.targets.target import load_tokenizer
+    from pipedraft.models.target import load_tokenizer
 
     tokenizer, decode = load_tokenizer(TARGET), ours("float32", None)
     tasks = load_tasks(["mt_bench", "gsm8k", "humaneval"], "data/eval", 2)

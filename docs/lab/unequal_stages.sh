@@ -7,7 +7,7 @@ export OMP_NUM_THREADS=1
 mkdir -p "$out"
 cat >"$out/rank.py" <<'END'
 import os, runpy, time
-from pipedraft.models.targets.target import Stage
+from pipedraft.models.target import Stage
 layer_s = 0.002 * (1 + int(os.environ["RANK"]))
 run = Stage.forward
 def forward(stage, *inputs):

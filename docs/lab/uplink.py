@@ -15,7 +15,7 @@ import msgspec
 
 from pipedraft.inference.edge.channel import Link
 from pipedraft.inference.edge.session_messages import Verify
-from pipedraft.models.targets.target import load_tokenizer
+from pipedraft.models.target import load_tokenizer
 
 ANSWERS = Path(__file__).resolve().parents[2] / "assets" / "train" / "smollm2_answers.jsonl.gz"
 

@@ -12,7 +12,7 @@ from ...inference.engine import DraftNetwork
 from ...inference.sources import make_source
 from ...inference.sources.lookup import make_lookup
 from ...models.heads.language_model import load_draft_model
-from ...models.targets.target import load_target, load_tokenizer
+from ...models.target import load_target, load_tokenizer
 from ...pretrained import quieten
 from ..checkpoints import load_head, read_drafts
 from ..manifest import build_manifest

@@ -29,7 +29,7 @@ from ...inference.rules.sampled import RULES, KeyedRandom, make_verifier
 from ...inference.sources import make_source
 from ...inference.sources.lookup import Lookup
 from ...inference.tree import TokenTree
-from ...models.targets.target import KeepRows
+from ...models.target import KeepRows
 
 # -- published and assumed constants for computing and energy, for the virtual clock ---------------
 

@@ -15,7 +15,7 @@ from ...files import read_optional
 from ...models.heads.draft import read_description, resolve_folder
 from ...models.heads.flexspec import FlexSpec
 from ...models.heads.language_model import LanguageModelDraft, model_folder
-from ...models.targets.target import load_target, load_tokenizer
+from ...models.target import load_target, load_tokenizer
 from ...models.transformer.fingerprint import vocabulary_hash
 from ...pretrained import quieten
 from ..command import encode, printed_answer

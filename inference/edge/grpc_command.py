@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ...devices import resolve_device, resolve_dtype
 from ...files import read_optional
-from ...models.targets.target import load_target, load_tokenizer
+from ...models.target import load_target, load_tokenizer
 from ...pretrained import quieten
 from ..server_options import address_of, read_tokens
 from . import wire

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NoReturn
 import msgspec
 import torch
 
-from ...models.targets.target import KeepRows, Segment
+from ...models.target import KeepRows, Segment
 from ...models.transformer.fingerprint import vocabulary_hash, weights_hash
 from ..server_options import address_of, find_token
 from . import SessionLimits, wire

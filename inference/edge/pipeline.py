@@ -19,7 +19,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from ...models.targets.target import KeepRows, Segment
+from ...models.target import KeepRows, Segment
 from ..pipelines import Ahead, Pipeline, Returned
 from ..rules.random import Logits, Token, Top
 from ..rules.sampled import DraftToken, Payload, RejectionVerifier, Verifier

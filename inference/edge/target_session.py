@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from ...models.heads.flexspec import anchor_hash
-from ...models.targets.target import KeepRows, Segment, StagedTarget, target_fingerprint
-from ...models.targets.together import can_run_together, forward_together
+from ...models.stages.together import can_run_together, forward_together
+from ...models.target import KeepRows, Segment, StagedTarget, target_fingerprint
 from ..result import stop_reason
 from ..rules.random import Token
 from ..rules.sampled import Top

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ...files import Values
-from ...models.targets.target import KeepRows, Segment
+from ...models.target import KeepRows, Segment
 from ..cost_model import CostModel, VirtualClock
 from ..demands import EndMask
 from ..rules.sampled import Verifier

@@ -7,8 +7,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ...models.targets.target import KeepRows, Segment, StagedTarget, prune_segment
-from ...models.targets.together import can_run_together, forward_together, log_failed_pass
+from ...models.stages.together import can_run_together, forward_together, log_failed_pass
+from ...models.target import KeepRows, Segment, StagedTarget, prune_segment
 from ..demands import EndMask
 from ..not_finite import find_module
 from ..rules.sampled import Verifier

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from ...files import Values
-from ...models.targets.target import KeepRows, Segment, StagedTarget, prune_segment
+from ...models.target import KeepRows, Segment, StagedTarget, prune_segment
 from ..not_finite import name_layer
 from ..ranks.codec import (
     AnyMessage,

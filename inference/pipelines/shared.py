@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ...models.targets.stage_graphs import MAX_ROWS
-from ...models.targets.target import Segment, StagedTarget
+from ...models.stages.stage_graphs import MAX_ROWS
+from ...models.target import Segment, StagedTarget
 from ...models.transformer.stage_cache import MIN_CAPACITY
 from ..batch_clock import BatchClock, SequenceClock
 from ..cost_model import CostModel, VirtualClock

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from ...devices import dtype_named
-from ...models.targets.target import StagedTarget
-from ...models.targets.target_part import load_target_part
+from ...models.target import StagedTarget
+from ...models.target_part import load_target_part
 from ...models.transformer.boundaries import stage_boundaries
 from ...pretrained import load_config, quieten
 from ..pipelines.process import ProcessPipeline

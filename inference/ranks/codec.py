@@ -25,7 +25,7 @@ import torch
 from msgspec import Meta
 from torch import Tensor
 
-from ...models.targets.target import KeepRows, Segment
+from ...models.target import KeepRows, Segment
 from ..messages import Count, Message, check_tensor
 from ..rules import RuleName
 from ..rules.filters import TokenFilters

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from msgspec.structs import replace
 
-from ...models.targets.target import Segment, StagedTarget
-from ...models.targets.together import can_run_together, forward_together, log_failed_pass
+from ...models.stages.together import can_run_together, forward_together, log_failed_pass
+from ...models.target import Segment, StagedTarget
 from ...models.transformer.stage_cache import Abandoned
 from ..not_finite import find_layer
 from ..rules.sampled import RULES, KeyedRandom, Verifier

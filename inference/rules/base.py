@@ -44,7 +44,7 @@ from .random import (
 from .temperature import MIN_TEMPERATURE
 
 if TYPE_CHECKING:
-    from ...models.targets.target import StagedTarget
+    from ...models.target import StagedTarget
 
 PENALTY = 8.0
 """Subtracted from the draft's log-probability for filtered tokens (docs/lab/drafting_trials.md)."""

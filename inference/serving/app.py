@@ -18,7 +18,7 @@ from fastapi import Request as HttpRequest
 from fastapi.exceptions import StarletteHTTPException
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from ...models.targets.target import StagedTarget
+from ...models.target import StagedTarget
 from ..engine import Engine
 from ..pipelines.local import LocalPipeline
 from ..server_options import find_token

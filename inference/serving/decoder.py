@@ -5,7 +5,7 @@ from concurrent.futures import CancelledError, Future
 from functools import partial
 from logging import getLogger
 
-from ...models.targets.target import StagedTarget
+from ...models.target import StagedTarget
 from ..batch import BatchEngine, BatchLimits
 from ..engine import Engine
 from ..ranks.links import LostLink

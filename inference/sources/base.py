@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from ...models.targets.target import KeepRows
+from ...models.target import KeepRows
 from ..rules.sampled import Verifier
 from ..shapes import Growth, RowCosts, TreeShape, rows_that_pay
 from ..tree import TokenTree

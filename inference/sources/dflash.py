@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...models.heads.dflash import DFlash
 from ...models.speed.cuda_graphs import Packing, borrow_for, padded_rows
-from ...models.targets.target import KeepRows
+from ...models.target import KeepRows
 from ...models.transformer.layers import KeyValues
 from ..tree import TokenTree
 from .base import DraftSampling, Expansion

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ...models.targets.target import KeepRows
+from ...models.target import KeepRows
 from ...models.transformer.layers import KeyValues
 from ..tree import TokenTree
 from .tree_source import RowsSource

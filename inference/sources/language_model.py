@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...models.heads.language_model import LanguageModelDraft
-from ...models.targets.target import KeepRows, Segment
+from ...models.target import KeepRows, Segment
 from ..tree import TokenTree
 from .graph_rows import CHUNK_ROWS
 from .tree_source import RowsSource, TextSource

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ...models.heads.draft_calls import call
 from ...models.heads.ppsd import PPSD
-from ...models.targets.target import KeepRows
+from ...models.target import KeepRows
 from ...models.transformer.layers import KeyValues
 from ..tree import TokenTree
 from .base import (

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...models.heads.spd import SPD
 from ...models.speed.cuda_graphs import Packing, borrow_for, padded_rows
-from ...models.targets.target import KeepRows
+from ...models.target import KeepRows
 from ..tree import TokenTree
 from .base import (
     DraftSampling,

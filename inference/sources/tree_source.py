@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...models.heads.draft_calls import call
-from ...models.targets.target import KeepRows
+from ...models.target import KeepRows
 from ..rules.sampled import RecursiveVerifier
 from ..shapes import TreeShape
 from ..tree import TokenTree

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ...models.heads.draft import load_draft
 from ...models.heads.eagle import EagleHead
-from ...models.targets.target import KeepRows
-from ...models.targets.target_part import load_target_part
+from ...models.target import KeepRows
+from ...models.target_part import load_target_part
 from ..rules.random import KeyedRandom
 from ..rules.sampled import MatchVerifier
 from ..shapes import TreeShape

@@ -26,7 +26,7 @@ from ...pretrained import did_you_mean, is_offline_and_unknown
 from ...weights import check_finite, tensor_shapes
 from ..speed.cpu import lay_out
 from ..speed.rounded import round_head
-from ..targets.target import StagedTarget, fingerprint_mismatch, target_fingerprint
+from ..target import StagedTarget, fingerprint_mismatch, target_fingerprint
 from ..transformer.boundaries import stage_boundaries
 from ..transformer.decoder import norm_factor
 from ..transformer.fingerprint import HEAD

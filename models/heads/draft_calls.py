@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ...files import Values
-from ..targets.together import log_failed_pass
+from ..stages.together import log_failed_pass
 from ..transformer.layers import KeyValues
 
 R = TypeVar("R")

@@ -18,9 +18,9 @@ from transformers import PreTrainedModel
 
 from ...errors import check_ranges
 from ..speed.rounded import rounded_dtype
-from ..targets.stage import Stage
-from ..targets.target import StagedTarget
-from ..targets.target_part import load_target_part
+from ..stages.stage import Stage
+from ..target import StagedTarget
+from ..target_part import load_target_part
 from ..transformer.fingerprint import as_stored, target_fingerprint, weights_hash
 from ..transformer.layers import (
     DecoderLayer,

@@ -14,8 +14,8 @@ from ...devices import dtype_named
 from ...errors import blaming
 from ..speed.attending import folding_heads, shared_heads
 from ..speed.rounded import dtype_of
-from ..targets.stage_graphs import can_capture
-from ..targets.target import StagedTarget, load_target, load_tokenizer
+from ..stages.stage_graphs import can_capture
+from ..target import StagedTarget, load_target, load_tokenizer
 from ..transformer.decoder import finish_logits, layer_kinds
 from ..transformer.layers import KeyValues
 from .draft import CONFIG_FILE

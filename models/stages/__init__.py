@@ -1,1 +1,1 @@
-"""Target models, cut into stages, and the trial that accepts a family."""
+"""Stages of a target: how its layers run, alone, together and as graphs, and the trial of a family."""

@@ -26,7 +26,7 @@ from tiny_models import REPOSITORY
 
 from pipedraft.endings import run_command
 from pipedraft.inference.shapes import segment_sizes
-from pipedraft.models.targets.target import load_target, load_tokenizer
+from pipedraft.models.target import load_target, load_tokenizer
 
 DRAFTS = load_script("benchmarks/papers/drafts.py")
 OPTIONS = load_script("benchmarks/papers/table_options.py").TableOptions

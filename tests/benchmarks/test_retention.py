@@ -17,7 +17,7 @@ from train_runs import make_world
 
 from pipedraft.files import read_yaml
 from pipedraft.inference.result import DecodeResult
-from pipedraft.models.targets.target import load_target, load_tokenizer
+from pipedraft.models.target import load_target, load_tokenizer
 from pipedraft.pretrained import quieten
 
 retention = load_script("benchmarks/retention.py")

@@ -18,7 +18,7 @@ from pipedraft.data_recipes.config import DataConfig, Source
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.engine import Engine
 from pipedraft.models import load_draft
-from pipedraft.models.targets.target import load_target
+from pipedraft.models.target import load_target
 
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'] + ': ' }}"

@@ -19,7 +19,7 @@ from pipedraft.inference import __main__ as inference
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.engine import Engine
 from pipedraft.inference.generation import TextPieces
-from pipedraft.models.targets.target import load_target
+from pipedraft.models.target import load_target
 
 THINKING, ANSWER = "She greets.", "Say ok: 12, 345."
 OWN = (

@@ -26,7 +26,7 @@ from pipedraft.inference.edge.target_session import SharedTarget
 from pipedraft.inference.result import DecodeResult
 from pipedraft.inference.schedules.autoregressive import Autoregressive
 from pipedraft.inference.sources.base import add_layer, deepest_rows
-from pipedraft.models.targets.target import Segment
+from pipedraft.models.target import Segment
 
 TIMES = Times(draft_s=0.02, verify_s=0.09, verify_row_s=0.001, cloud_draft_s=0.005)
 LINK = Link.constant(up_mbps=50, rtt_ms=60)

@@ -11,8 +11,8 @@ from pipedraft.inference.edge.session_messages import Open, Preverify, Settings
 from pipedraft.inference.edge.target_session import SharedTarget, TargetSession, run_together
 from pipedraft.models.speed import kernels
 from pipedraft.models.speed.rounded import round_target
-from pipedraft.models.targets.target import KeepRows, Segment, StagedTarget
-from pipedraft.models.targets.together import can_run_together, forward_together
+from pipedraft.models.stages.together import can_run_together, forward_together
+from pipedraft.models.target import KeepRows, Segment, StagedTarget
 
 KEPT = {"test_rows_of_several_texts_are_what_each_gives_alone": 2}
 

@@ -21,7 +21,7 @@ from pipedraft.eval.tasks import encode_turn, load_tasks
 from pipedraft.models import load_draft
 from pipedraft.models.exchange.export import export
 from pipedraft.models.exchange.peers import import_head
-from pipedraft.models.targets.target import load_target, load_tokenizer
+from pipedraft.models.target import load_target, load_tokenizer
 from pipedraft.pretrained import quieten
 
 LAYERS, DEPTH, TOKENS = 8, 3, 24

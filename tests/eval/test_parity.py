@@ -13,7 +13,7 @@ from pipedraft.inference.engine import Engine
 from pipedraft.inference.sources.eagle import EagleSource
 from pipedraft.inference.sources.tree_source import TreeSource
 from pipedraft.models.exchange.export import export
-from pipedraft.models.targets.stage import Stage
+from pipedraft.models.stages.stage import Stage
 
 LAYERS = 8
 ANSWER = 31

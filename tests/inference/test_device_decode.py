@@ -39,8 +39,8 @@ from pipedraft.inference.sources import default_schedule
 from pipedraft.inference.tree import TokenTree
 from pipedraft.inference.verdict import NO_TOKEN
 from pipedraft.models.speed.cuda_graphs import UNDER_WAY, Graphs
-from pipedraft.models.targets.target import KeepRows, Segment, StagedTarget
-from pipedraft.models.targets.together import can_run_together, forward_together
+from pipedraft.models.stages.together import can_run_together, forward_together
+from pipedraft.models.target import KeepRows, Segment, StagedTarget
 from pipedraft.models.transformer import stage_cache
 
 PROMPT = [7, 3, 9, 3] * 17  # more rows than a graph takes

@@ -34,7 +34,7 @@ from pipedraft.inference.shapes import EAGLE1_PATHS, TreeShape, segment_sizes
 from pipedraft.inference.sources.eagle import EagleSource
 from pipedraft.inference.tree import TokenTree
 from pipedraft.models.heads.language_model import LanguageModelDraft
-from pipedraft.models.targets.target import capture_hidden
+from pipedraft.models.target import capture_hidden
 from pipedraft.models.transformer.layers import KeyValues
 
 

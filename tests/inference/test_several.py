@@ -34,7 +34,7 @@ from pipedraft.inference.cost_model import CostModel
 from pipedraft.inference.engine import Engine
 from pipedraft.inference.result import Observer
 from pipedraft.models.speed.rounded import round_target
-from pipedraft.models.targets.target import StagedTarget
+from pipedraft.models.target import StagedTarget
 
 
 @pytest.fixture(scope="module")

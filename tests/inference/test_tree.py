@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from pipedraft.inference.tree import TokenTree
-from pipedraft.models.targets.target import KeepRows, prune_segment
+from pipedraft.models.target import KeepRows, prune_segment
 
 VOCAB = 4
 

@@ -6,11 +6,12 @@ import transformers as hf
 from staged_targets import continue_the_row_before
 from transformers.models.llama import modeling_llama
 
+from pipedraft.models import families
+from pipedraft.models.families import check_target
 from pipedraft.models.speed.plain_layers import PlainLayer
-from pipedraft.models.targets import acceptance, families, stage_layers
-from pipedraft.models.targets.acceptance import trial
-from pipedraft.models.targets.families import check_target
-from pipedraft.models.targets.stage import Stage
+from pipedraft.models.stages import acceptance, stage_layers
+from pipedraft.models.stages.acceptance import trial
+from pipedraft.models.stages.stage import Stage
 from pipedraft.models.transformer import decoder, stage_cache
 from pipedraft.models.transformer.decoder import LayerPositions
 from pipedraft.models.transformer.rotary_lengths import FollowingTable

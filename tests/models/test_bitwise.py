@@ -30,9 +30,9 @@ from pipedraft.inference.rules.filters import TokenFilters
 from pipedraft.inference.rules.sampled import RULES, KeyedRandom
 from pipedraft.models.speed.plain_layers import PlainLayers
 from pipedraft.models.speed.rounded import round_draft, round_head, round_target, rounded_dtype
-from pipedraft.models.targets.bitwise import ROWS
-from pipedraft.models.targets.target import StagedTarget
-from pipedraft.models.targets.together import can_run_together
+from pipedraft.models.stages.bitwise import ROWS
+from pipedraft.models.stages.together import can_run_together
+from pipedraft.models.target import StagedTarget
 from pipedraft.models.transformer.decoder import PLAIN as PLAIN_FAMILIES
 from pipedraft.models.transformer.stage_cache import KeepRows, Segment
 

@@ -12,7 +12,7 @@ from train_runs import BY_HEART
 
 from pipedraft.models import load_draft
 from pipedraft.models.heads.eagle import Eagle
-from pipedraft.models.targets.target import capture_hidden
+from pipedraft.models.target import capture_hidden
 from pipedraft.train.batch import Batch
 from pipedraft.train.eagle import (
     EVALUATED_DEPTH,

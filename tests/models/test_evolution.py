@@ -20,7 +20,7 @@ from pipedraft.data_recipes.config import DataConfig, Source
 from pipedraft.data_recipes.table import Rows
 from pipedraft.models import load_draft
 from pipedraft.models.heads.flexspec import FlexSpec
-from pipedraft.models.targets.target import load_target, load_tokenizer
+from pipedraft.models.target import load_target, load_tokenizer
 
 out_of_scope = load_script("benchmarks/retention.py").out_of_scope
 LAST = 3

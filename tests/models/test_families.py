@@ -27,12 +27,13 @@ from staged_targets import (
 from tiny_drafts import make_head
 from train_runs import World, losses_on_one_batch, make_world
 
+from pipedraft.models import families
+from pipedraft.models import target as target_module
 from pipedraft.models.exchange.export import export
-from pipedraft.models.targets import families, stage_layers
-from pipedraft.models.targets import target as target_module
-from pipedraft.models.targets.families import check_target
-from pipedraft.models.targets.target import StagedTarget, capture_hidden, load_target
-from pipedraft.models.targets.target_part import load_target_part
+from pipedraft.models.families import check_target
+from pipedraft.models.stages import stage_layers
+from pipedraft.models.target import StagedTarget, capture_hidden, load_target
+from pipedraft.models.target_part import load_target_part
 from pipedraft.models.transformer.decoder import LayerPositions
 from pipedraft.models.transformer.stage_cache import additive_mask
 

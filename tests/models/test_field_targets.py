@@ -13,7 +13,7 @@ from pipedraft.data_recipes.config import DataConfig, Source
 from pipedraft.data_recipes.fitting import load_fitting
 from pipedraft.inference.serving.requests import ChatRequest, parse
 from pipedraft.models.heads.language_model import LanguageModelDraft
-from pipedraft.models.targets.target import StagedTarget
+from pipedraft.models.target import StagedTarget
 from pipedraft.models.transformer.layers import LayerConfig
 from pipedraft.pretrained import context_length, unapplied_settings
 from pipedraft.train.config import _peek_method

@@ -41,8 +41,8 @@ from pipedraft.inference.sources.flexspec import FlexSpecSource
 from pipedraft.models import load_draft
 from pipedraft.models.heads.draft import TargetReference, read_description
 from pipedraft.models.heads.flexspec import FlexSpec, FlexSpecConfig, check_anchor
-from pipedraft.models.targets.target import StagedTarget
-from pipedraft.models.targets.target_part import load_target_part
+from pipedraft.models.target import StagedTarget
+from pipedraft.models.target_part import load_target_part
 from pipedraft.models.transformer.layers import KeyValues, LayerConfig
 
 LENGTH = 11

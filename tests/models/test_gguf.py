@@ -14,7 +14,7 @@ from pipedraft import gguf_files
 from pipedraft.errors import UsageError
 from pipedraft.inference import __main__ as inference_command
 from pipedraft.models import __main__ as models_command
-from pipedraft.models.targets.target import load_target, load_tokenizer
+from pipedraft.models.target import load_target, load_tokenizer
 
 gguf = pytest.importorskip("gguf")
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from pipedraft.data_recipes.local import load_on
 from pipedraft.models.exchange.peer_files import read_head
 from pipedraft.models.heads.draft import load_draft
-from pipedraft.models.targets.target import load_target
-from pipedraft.models.targets.target_part import load_target_part
+from pipedraft.models.target import load_target
+from pipedraft.models.target_part import load_target_part
 from pipedraft.pretrained import load_config, load_tokenizer, unapplied_settings
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")

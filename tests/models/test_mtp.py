@@ -28,7 +28,7 @@ from pipedraft.models.exchange.export import Origin, export, mtp_parts
 from pipedraft.models.exchange.peers import import_head
 from pipedraft.models.heads.draft import load_draft
 from pipedraft.models.heads.mtp import MTP
-from pipedraft.models.targets.target import load_target
+from pipedraft.models.target import load_target
 from pipedraft.models.transformer.fingerprint import read_target
 from pipedraft.train.batch import Batch
 from pipedraft.train.mtp import MTPObjective, MTPTrainConfig

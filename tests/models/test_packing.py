@@ -21,7 +21,7 @@ from pipedraft.data_recipes.batch import packed_batches
 from pipedraft.errors import UsageError
 from pipedraft.models.heads import structural
 from pipedraft.models.heads.structural import structural_attention
-from pipedraft.models.targets.target import capture_hidden
+from pipedraft.models.target import capture_hidden
 from pipedraft.models.transformer import layers
 from pipedraft.models.transformer.layers import GatedMLP, RotaryEmbedding
 from pipedraft.train.batch import Batch
@@ -318,7 +318,7 @@ def test_diagonals_that_reach_into_the_document_before_are_caught(monkeypatch):
 def test_attention_across_documents_is_caught_in_the_target(monkeypatch):
     objective = make_objective("spd_newest")
     monkeypatch.setattr(
-        "pipedraft.models.targets.target.packed_call",
+        "pipedraft.models.target.packed_call",
         lambda config, ids, lengths: layers.packed_call(config, ids, None),
     )
     assert differ(*packed_and_apart(objective, monkeypatch))

@@ -20,8 +20,8 @@ from pipedraft.models.speed.rounded import (
     round_target,
     rounded_dtype,
 )
-from pipedraft.models.targets.target import StagedTarget, load_target
-from pipedraft.models.targets.target_part import load_target_part
+from pipedraft.models.target import StagedTarget, load_target
+from pipedraft.models.target_part import load_target_part
 
 ASSETS = str(REPOSITORY / "assets" / "target")
 MAKERS = {"llama": tiny_llama, "qwen3": tiny_qwen3, "mistral": tiny_mistral}

@@ -32,7 +32,7 @@ from pipedraft.inference.rules.sampled import RULES
 from pipedraft.inference.sources.ppsd import PPSDSource
 from pipedraft.inference.sources.row_cache import RowCache
 from pipedraft.models.heads.ppsd import PPSDConfig
-from pipedraft.models.targets.target import capture_hidden
+from pipedraft.models.target import capture_hidden
 from pipedraft.models.transformer.layers import KeyValues
 from pipedraft.train.objective import labeled_rows
 

@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 from staged_targets import NUM_LAYERS, VOCAB, tiny
 from tiny_models import REPOSITORY
 
-from pipedraft.models.targets import target_part
-from pipedraft.models.targets.target import load_target
+from pipedraft.models import target_part
+from pipedraft.models.target import load_target
 from pipedraft.models.transformer.fingerprint import read_target
 from pipedraft.pretrained import load_config, load_model, load_tokenizer
 

@@ -22,7 +22,7 @@ from inline_ranks import decode_both
 from staged_targets import FAMILIES, SIZES, Controller, continue_the_row_before, random_ids, tiny
 from tiny_drafts import make_head
 
-from pipedraft.models.targets.target import KeepRows, Segment, StagedTarget
+from pipedraft.models.target import KeepRows, Segment, StagedTarget
 from pipedraft.models.transformer.stage_cache import StageCache
 
 LAYERED = [

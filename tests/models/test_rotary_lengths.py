@@ -12,8 +12,8 @@ from staged_targets import random_ids
 from pipedraft.eval.lossless import generate_greedy
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.pipelines.local import LocalPipeline
-from pipedraft.models.targets import target as target_module
-from pipedraft.models.targets.target import StagedTarget
+from pipedraft.models import target as target_module
+from pipedraft.models.target import StagedTarget
 from pipedraft.models.transformer.rotary_lengths import FollowingTable, recompute_length
 
 WAYS = {

@@ -6,7 +6,7 @@ from safetensors.torch import load_file, save_file
 
 from pipedraft.models import load_draft
 from pipedraft.models.exchange.hub import fill_upload
-from pipedraft.models.targets.target import load_target
+from pipedraft.models.target import load_target
 
 METHODS = {
     "spd": {"features": "listed", "depth_layers": "[[2],[2,4]]"},

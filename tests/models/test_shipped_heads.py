@@ -17,7 +17,7 @@ from tiny_models import REPOSITORY
 from pipedraft.eval.tasks import encode_turn, load_task
 from pipedraft.gguf_files import convert_gguf
 from pipedraft.models import load_draft
-from pipedraft.models.targets.target import load_target, load_tokenizer
+from pipedraft.models.target import load_target, load_tokenizer
 
 ASSETS = REPOSITORY / "assets"
 FLOORS = [

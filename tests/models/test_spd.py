@@ -9,7 +9,7 @@ from tiny_models import tiny_llama, tiny_qwen3
 
 from pipedraft.models.heads.spd import SPD, SPDConfig, feature_layers
 from pipedraft.models.heads.structural import structural_attention
-from pipedraft.models.targets.target import capture_hidden
+from pipedraft.models.target import capture_hidden
 
 LENGTH = 13
 

@@ -19,7 +19,7 @@ from tiny_models import tiny_llama
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.cost_model import CostModel
 from pipedraft.inference.sources.spd import SPDSource
-from pipedraft.models.targets.target import capture_hidden
+from pipedraft.models.target import capture_hidden
 from pipedraft.train.batch import Batch
 from pipedraft.train.spd import SPDObjective, SPDTrainConfig
 

@@ -5,8 +5,8 @@ import torch
 from staged_targets import Controller
 
 from pipedraft.models.speed.cuda_graphs import padded_rows
-from pipedraft.models.targets import stage_graphs
-from pipedraft.models.targets.stage_graphs import StageGraphs
+from pipedraft.models.stages import stage_graphs
+from pipedraft.models.stages.stage_graphs import StageGraphs
 from pipedraft.models.transformer import stage_cache
 
 NAMES = ["llama", "qwen2", "qwen3_half_sliding", "mistral_sliding"]

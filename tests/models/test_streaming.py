@@ -17,9 +17,9 @@ from staged_targets import FAMILIES, tiny
 from tiny_models import tiny_llama
 from torch.distributed.tensor import DTensor
 
-from pipedraft.models.targets import target_part
-from pipedraft.models.targets.target import load_target
-from pipedraft.models.targets.target_part import load_target_part
+from pipedraft.models import target_part
+from pipedraft.models.target import load_target
+from pipedraft.models.target_part import load_target_part
 from pipedraft.train.launch import shard_target
 
 WEIGHTS = "model.safetensors"

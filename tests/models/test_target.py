@@ -23,9 +23,9 @@ from staged_targets import (
 )
 from tiny_models import tiny_llama
 
-from pipedraft.models.targets import stage_layers
-from pipedraft.models.targets.stage import Stage
-from pipedraft.models.targets.target import (
+from pipedraft.models.stages import stage_layers
+from pipedraft.models.stages.stage import Stage
+from pipedraft.models.target import (
     KeepRows,
     Segment,
     StagedTarget,

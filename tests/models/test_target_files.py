@@ -22,7 +22,7 @@ from staged_targets import (
 
 from pipedraft.models.heads.flexspec import FlexSpec
 from pipedraft.models.speed.rounded import dtype_of, rounded_dtype
-from pipedraft.models.targets.target import (
+from pipedraft.models.target import (
     StagedTarget,
     capture_hidden,
     fingerprint_mismatch,
@@ -30,7 +30,7 @@ from pipedraft.models.targets.target import (
     load_tokenizer,
     target_fingerprint,
 )
-from pipedraft.models.targets.target_part import load_target_part, weights_identity
+from pipedraft.models.target_part import load_target_part, weights_identity
 from pipedraft.models.transformer.fingerprint import (
     read_target,
     template_hash,

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.engine import Engine
-from pipedraft.models.targets.target import capture_hidden, load_target
-from pipedraft.models.targets.target_part import load_target_part
+from pipedraft.models.target import capture_hidden, load_target
+from pipedraft.models.target_part import load_target_part
 from pipedraft.models.transformer.fingerprint import read_target, target_fingerprint
 
 LAYERS = 4

@@ -12,7 +12,7 @@ from pipedraft.inference.sources.dflash import DFlashSource
 from pipedraft.inference.sources.dspark import DSparkSource
 from pipedraft.inference.tree import TokenTree
 from pipedraft.models.heads.dspark import DSpark
-from pipedraft.models.targets.target import capture_hidden
+from pipedraft.models.target import capture_hidden
 from pipedraft.models.transformer.layers import KeyValues
 from pipedraft.train.dflash import DFlashObjective, DFlashTrainConfig
 from pipedraft.train.dspark import DSparkObjective, DSparkTrainConfig

@@ -127,7 +127,7 @@ def main() -> None:
 
     import pipedraft.inference.command
     import pipedraft.inference.schedules
-    import pipedraft.models.targets.target  # noqa: F401
+    import pipedraft.models.target  # noqa: F401
 
     for wing in find_wings("pipedraft.inference"):
         for name in (*wing.decodes.values(), *(one.run for one in wing.commands.values())):

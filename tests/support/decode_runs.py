@@ -24,7 +24,7 @@ from pipedraft.inference.sources.base import DraftSampling, DraftSource, add_chi
 from pipedraft.inference.sources.eagle import EagleSource
 from pipedraft.inference.sources.row_cache import RowCache
 from pipedraft.inference.verdict import Verdict
-from pipedraft.models.targets.target import capture_hidden
+from pipedraft.models.target import capture_hidden
 
 NEW_TOKENS = 24
 PROMPTS = [[5], [1, 2], [7, 3, 9, 3, 7, 1], [index * 5 % 16 for index in range(29)]]

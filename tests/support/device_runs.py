@@ -24,7 +24,7 @@ from pipedraft.inference.pipelines.process import ProcessPipeline
 from pipedraft.inference.ranks.worker import SharedWorker
 from pipedraft.inference.sources.row_cache import TEXT, RowCache
 from pipedraft.inference.tree import TokenTree
-from pipedraft.models.targets.target import StagedTarget
+from pipedraft.models.target import StagedTarget
 from pipedraft.train.launch import make_optimizers
 
 CUDA = torch.device("cuda", 0)

@@ -18,7 +18,7 @@ from pipedraft import hub_link
 from pipedraft.models.heads.draft import TargetReference
 from pipedraft.models.heads.eagle3 import Eagle3, Eagle3Config
 from pipedraft.models.heads.spd import SPD, SPDConfig
-from pipedraft.models.targets.target import target_fingerprint
+from pipedraft.models.target import target_fingerprint
 from pipedraft.models.transformer.layers import LayerConfig
 
 TOKEN, STRANGER = "hf_of_user", "hf_of_stranger"

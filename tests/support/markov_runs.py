@@ -20,7 +20,7 @@ from pipedraft.inference.engine import Engine
 from pipedraft.inference.rules.filters import TokenFilters
 from pipedraft.inference.rules.random import UNFILTERED, probabilities
 from pipedraft.inference.sources.tree_source import TreeSource
-from pipedraft.models.targets.target import KeepRows, Segment
+from pipedraft.models.target import KeepRows, Segment
 
 VOCAB, PROMPT = 4, [1, 2]
 

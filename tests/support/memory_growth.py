@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import PreTrainedModel
 
-from pipedraft.models.targets.target import load_target
-from pipedraft.models.targets.target_part import load_target_part
+from pipedraft.models.target import load_target
+from pipedraft.models.target_part import load_target_part
 from pipedraft.train.launch import shard_target
 
 ENDS = {"has_embedding": True, "has_head": True}

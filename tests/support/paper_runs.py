@@ -15,7 +15,7 @@ from scripts import load_script
 from tiny_drafts import make_draft, make_exit, make_head, make_module
 from train_runs import make_world
 
-from pipedraft.models.targets.target import load_target, load_tokenizer
+from pipedraft.models.target import load_target, load_tokenizer
 from pipedraft.pretrained import quieten
 
 TABLE = load_script("benchmarks/papers/table.py")

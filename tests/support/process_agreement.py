@@ -25,7 +25,7 @@ from pipedraft.inference.ranks.links import DeviceLink
 from pipedraft.inference.rules import ROUND_RULES
 from pipedraft.inference.rules.sampled import RULES
 from pipedraft.inference.schedules import SCHEDULES
-from pipedraft.models.targets.target import load_target
+from pipedraft.models.target import load_target
 
 NEW_TOKENS = 16
 

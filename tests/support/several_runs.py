@@ -21,7 +21,7 @@ from pipedraft.inference.pipelines.local import LocalPipeline
 from pipedraft.inference.ranks import worker
 from pipedraft.inference.ranks.cluster import Cluster
 from pipedraft.inference.rules.sampled import KeyedRandom
-from pipedraft.models.targets import stage_layers, together
+from pipedraft.models.stages import stage_layers, together
 
 PLAIN = {"schedule": "autoregressive"}
 WAYS = {

@@ -8,7 +8,7 @@ from tiny_models import tiny_llama
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.engine import Engine
 from pipedraft.inference.sources.spd import SPDSource
-from pipedraft.models.targets.target import capture_hidden
+from pipedraft.models.target import capture_hidden
 
 
 class LikeTraining(RemembersText, SPDSource):

@@ -12,7 +12,7 @@ import random
 import torch
 import transformers as hf
 
-from pipedraft.models.targets.target import KeepRows, Segment, StagedTarget, prune_segment
+from pipedraft.models.target import KeepRows, Segment, StagedTarget, prune_segment
 
 VOCAB = 61
 NUM_LAYERS = 4

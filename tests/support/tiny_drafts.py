@@ -16,7 +16,7 @@ from pipedraft.models.heads.language_model import LanguageModelDraft
 from pipedraft.models.heads.mtp import MTP, MTPConfig, native_parts
 from pipedraft.models.heads.ppsd import PPSD, PPSDConfig
 from pipedraft.models.heads.spd import SPD, SPDConfig
-from pipedraft.models.targets.target import capture_hidden, target_fingerprint
+from pipedraft.models.target import capture_hidden, target_fingerprint
 from pipedraft.models.transformer.layers import KeyValues, LayerConfig
 
 KINDS = [

@@ -14,8 +14,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from pipedraft.models.heads.draft import Draft
-from pipedraft.models.targets.target import capture_hidden, load_target
-from pipedraft.models.targets.target_part import load_target_part
+from pipedraft.models.target import capture_hidden, load_target
+from pipedraft.models.target_part import load_target_part
 from pipedraft.train.launch import FSDP_PRECISION, resolve_dtype, shard_target
 from pipedraft.train.objective import LossOutput
 from pipedraft.train.run import methods

@@ -10,7 +10,7 @@ from tiny_models import REPOSITORY
 from train_runs import World
 from transformers import AutoModelForCausalLM
 
-from pipedraft.models.targets.target import capture_hidden, load_target
+from pipedraft.models.target import capture_hidden, load_target
 from pipedraft.train.config import parse_run
 from pipedraft.train.launch import quantization_config, resolve_dtype
 from pipedraft.train.run import methods

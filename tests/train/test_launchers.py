@@ -17,7 +17,7 @@ from train_runs import (
 )
 
 from pipedraft.models import load_draft
-from pipedraft.models.targets.target import load_target
+from pipedraft.models.target import load_target
 
 CHANGES = {"eagle": {"evaluation__max_rows": 5, "save_every_steps": 2, "batch_group": 2}}
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiny_models import tiny_llama
 
-from pipedraft.models.targets.target import capture_hidden
+from pipedraft.models.target import capture_hidden
 from pipedraft.train.batch import Batch
 from pipedraft.train.spd import RIDGE, SPDObjective, SPDTrainConfig
 

@@ -26,7 +26,7 @@ from ...data_recipes.recipe import TokenizedData
 from ...data_recipes.table import row_lengths
 from ...errors import make_folder
 from ...files import Values, publish, write_atomically
-from ...models.targets.target import capture_hidden
+from ...models.target import capture_hidden
 from ..batch import Batch, pick
 from ..config import RunConfig, parse_run
 from ..launch import (

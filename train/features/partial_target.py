@@ -10,9 +10,9 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from ...data_recipes.recipe import TokenizedData
 from ...data_recipes.table import row_lengths
+from ...models.families import check_target
 from ...models.heads.draft import Draft, TargetReference
-from ...models.targets.families import check_target
-from ...models.targets.target_part import load_target_part
+from ...models.target_part import load_target_part
 from ...models.transformer.decoder import finish_logits
 from ...models.transformer.layers import LayerConfig
 from ...pretrained import load_config

@@ -28,7 +28,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from ...data_recipes.recipe import TokenizedData
 from ...data_recipes.table import Rows
 from ...files import Values
-from ...models.targets.target_part import weights_identity
+from ...models.target_part import weights_identity
 from ...models.transformer.fingerprint import template_hash
 from ..config import RunConfig
 

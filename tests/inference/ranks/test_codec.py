@@ -41,7 +41,7 @@ from pipedraft.inference.ranks.codec import (
 )
 from pipedraft.inference.rules import RULE_NAMES
 from pipedraft.inference.rules.filters import TokenFilters
-from pipedraft.models.targets.target import KeepRows, Segment
+from pipedraft.models.target import KeepRows, Segment
 
 ALL_DTYPES = tuple(DTYPES.values())
 SMALL_BYTES = 1 << 20

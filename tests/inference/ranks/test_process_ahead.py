@@ -13,7 +13,7 @@ from tiny_models import tiny_llama
 
 from pipedraft.inference.pipelines.process import ProcessPipeline
 from pipedraft.models.speed.rounded import round_target
-from pipedraft.models.targets.target import KeepRows, StagedTarget
+from pipedraft.models.target import KeepRows, StagedTarget
 from pipedraft.models.transformer.stage_cache import Abandoned, Segment
 
 

@@ -9,7 +9,7 @@ from pipedraft.inference.sources.eagle import EagleSource
 from pipedraft.inference.tree import TokenTree
 from pipedraft.inference.vllm.drafts import make_draft
 from pipedraft.inference.vllm.head import GREEDY, RankHead
-from pipedraft.models.targets.target import capture_hidden
+from pipedraft.models.target import capture_hidden
 
 TEXT = [5, 9, 3, 7, 1, 9, 3, 2, 8, 8, 4]
 

@@ -20,7 +20,7 @@ from pipedraft.models.exchange.export import Origin, export
 from pipedraft.models.exchange.peers import import_head
 from pipedraft.models.heads.draft import TargetReference
 from pipedraft.models.heads.eagle3 import Eagle3, Eagle3Config
-from pipedraft.models.targets.target import target_fingerprint
+from pipedraft.models.target import target_fingerprint
 from pipedraft.models.transformer.fingerprint import read_target
 from pipedraft.models.transformer.layers import LayerConfig
 from pipedraft.pretrained import quieten

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from pipedraft.errors import Failure
 from pipedraft.models import load_draft, load_untied
-from pipedraft.models.targets.target import capture_hidden, load_target
+from pipedraft.models.target import capture_hidden, load_target
 
 
 @pytest.fixture(scope="module")

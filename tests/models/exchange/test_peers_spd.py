@@ -12,7 +12,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from pipedraft.models import load_draft
 from pipedraft.models.exchange.peers import import_head
-from pipedraft.models.targets.target import capture_hidden
+from pipedraft.models.target import capture_hidden
 
 N, MODULE_LAYERS = 4, 2
 BOUNDS = [0, 2, 5, 7, 8]  # of eight layers; 7 is reached together with 8, which is normed

@@ -29,7 +29,7 @@ from train_runs import (
     weights,
 )
 
-from pipedraft.models.targets.target import capture_hidden
+from pipedraft.models.target import capture_hidden
 from pipedraft.train.features import dump as dump_module
 from pipedraft.train.features.shards import INDEX, decode, encode
 

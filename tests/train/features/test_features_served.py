@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from train_runs import LAYERS, World, as_rank, assert_equal_weights, logged, train, weights
 
-from pipedraft.models.targets.target import capture_hidden, load_target, load_tokenizer
+from pipedraft.models.target import capture_hidden, load_target, load_tokenizer
 from pipedraft.train.checkpoint import step_folders
 from pipedraft.train.features import __main__ as command
 from pipedraft.train.features import online
