@@ -1,1 +1,1 @@
-"""Stages of a target: how its layers run, alone, together and as graphs, and the trial of a family."""
+"""Stages of a target: their layers alone, together and as graphs, and the trial of a family."""
