@@ -31,6 +31,7 @@ GENERATED = ("cli.md", "config.md")
 NOT_RUN = {
     "make": "installs, tests, or the quickstart, whose two lines run",
     "pip": "not a program of this project",
+    "mlx_lm": "not a program of this project",
     "vllm": "not a program of this project",
     "sglang.launch_server": "not a program of this project",
     "zipfile": "not a program of this project",
