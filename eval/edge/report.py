@@ -14,6 +14,7 @@ from ...files import Values, to_json, write_atomically
 from ...inference.edge.channel import load_link
 from ...inference.edge.simulated import Times
 from ...inference.result import DecodeResult, ratio
+from ...inference.rules.filters import TokenFilters
 from ..lossless import PLAIN_PROMPTS, GreedyReference, check_equal
 from ..metrics import decode_seconds, measure_times, pooled_ratio
 from ..record import (
@@ -191,7 +192,7 @@ def _lossless(run: LinkRun, alone: LinkRun | None, greedy: GreedyReference) -> L
         return greedy.check(run.results)
     rule = run.simulation.config(METHODS[run.method]).rule
     if alone is run:
-        greedily = replace(run.simulation, temperature=0.0)
+        greedily = replace(run.simulation, temperature=0.0, **asdict(TokenFilters()))
         prompts = [result.prompt_ids for result in run.results[:PLAIN_PROMPTS]]
         cloud = [decode(METHODS["cloud"], greedily, ids, prompt_index=0) for ids in prompts]
         return greedy.check([output.result for output in cloud])

@@ -99,6 +99,22 @@ def test_an_approximate_rule_is_said(words, tmp_path):
     assert rows_of(tmp_path)["cloud", 1.0]["caveat"] == ""
 
 
+def test_filtered_samples_are_compared_too(words, tmp_path):
+    asked = [
+        "--temperature",
+        "1",
+        "--top-p",
+        "0.9",
+        "--links",
+        "wifi",
+        "--methods",
+        "cloud,flexspec",
+    ]
+    run([*words, *asked, "--out", str(tmp_path)])
+    for row in rows_of(tmp_path).values():
+        assert row["lossless"]["checked"] > 0 and row["lossless"]["mismatches"] == 0
+
+
 def test_times_come_from_a_file(words, tmp_path):
     times = {"draft_s": 0.01, "verify_s": 0.5, "cloud_draft_s": 0.01}
     (tmp_path / "times.json").write_text(json.dumps(times))
