@@ -30,6 +30,8 @@ TO_FIRST = ("answers", "cancels", "control")
 """Kinds of messages that rank 0 binds."""
 MAX_CONTROL_BYTES = 1 << 16
 CONNECT_MS = 20_000
+UNDER_WAY = zmq.EVENT_CONNECTED | zmq.EVENT_CONNECT_DELAYED
+"""Events of a dialed connection before its handshake. All others open or end it."""
 FLUSH_MS = 1000
 """Longest wait for messages that are not sent yet at the end."""
 
@@ -78,10 +80,7 @@ class Mail:
             wanted.append(("onward", "inward", self.rank + 1))
         for kind, its_kind, peer in wanted:
             end = self._open(kind, zmq.DEALER)
-            # ZeroMQ retries a connection that is refused or lost, or whose handshake fails.
-            monitor = end.get_monitor_socket(
-                zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_CONNECT_RETRIED
-            )
+            monitor = end.get_monitor_socket(zmq.EVENT_ALL & ~UNDER_WAY)
             self.dials[monitor] = kind, peer, endpoints[peer][its_kind]
             self.pending.add(monitor)
             end.connect(endpoints[peer][its_kind])

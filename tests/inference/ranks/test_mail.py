@@ -7,9 +7,10 @@ from contextlib import contextmanager, suppress
 
 import pytest
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from pipedraft.inference.ranks.codec import CODEC, Beat, Cause
-from pipedraft.inference.ranks.mail import MAX_CONTROL_BYTES, TO_FIRST, Mail, own_address
+from pipedraft.inference.ranks.mail import MAX_CONTROL_BYTES, TO_FIRST, UNDER_WAY, Mail, own_address
 
 WAIT_MS = 30_000
 NEVER_MS = 300
@@ -71,10 +72,11 @@ def test_a_stranger_gets_no_message_in(knows):
         if knows != "nothing":
             stranger.curve_publickey, stranger.curve_secretkey = zmq.curve_keypair()
             stranger.curve_serverkey = zmq.curve_keypair()[0]
-        monitor = stranger.get_monitor_socket(zmq.EVENT_CONNECT_RETRIED)
+        monitor = stranger.get_monitor_socket(zmq.EVENT_ALL & ~UNDER_WAY)
         stranger.connect(endpoint)
         stranger.send(CODEC.to_bytes(Beat()))
         assert monitor.poll(WAIT_MS), "it was not refused"
+        assert recv_monitor_message(monitor)["event"] != zmq.EVENT_HANDSHAKE_SUCCEEDED
         assert not ranks[0].sockets["answers"].poll(NEVER_MS)
         stranger.disable_monitor()
 
