@@ -9,8 +9,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ...endings import run_command
+from ...endings import leave_at_interrupts, run_command
 from ...errors import Failure, UsageError
+
+if __name__ == "__main__":
+    leave_at_interrupts()
+
 from ...files import make_place
 from .gate import (
     CANNOT_WORK,

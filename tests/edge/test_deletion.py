@@ -72,7 +72,10 @@ assert root == Path.cwd(), root
 for folder in {folders!r}:
     for path in sorted((root / folder).rglob("*.py")):
         parts = path.relative_to(root).with_suffix("").parts
-        importlib.import_module(".".join(["pipedraft", *parts]).removesuffix(".__init__"))
+        try:
+            importlib.import_module(".".join(["pipedraft", *parts]).removesuffix(".__init__"))
+        except ModuleNotFoundError as error:
+            assert error.name == "vllm", error  # two files extend its classes
 assert not [name for name in sys.modules if name.startswith("pipedraft.") and ".edge" in name]
 from pipedraft.inference.__main__ import main
 from pipedraft.eval.__main__ import SUBCOMMANDS
