@@ -269,8 +269,8 @@ def fit_cost(runs: Sequence[RunRecord], boundaries: Sequence[int] = ()) -> CostM
     - ``row``, ``sharing``: least-squares fit of the stages' times over all methods. The columns are
         calls, extra rows, and calls times the mean number of other busy processes.
     - ``verify``: mean verification time for one row.
-    - ``link``: autoregressive time beyond stages and verification, divided by the n + 1 links. In
-        one process this is 0.
+    - ``link``: autoregressive time beyond stages and verification, divided by the links of a pass.
+        The ranks form a ring, so there are as many links as ranks. In one process this is 0.
     - ``draft_forward``: drafting time divided by draft forwards, for all methods.
     - ``stages``: each rank's speed in autoregressive decoding, if one rank's layers take at least
         ``UNEQUAL`` times as long as another's.
@@ -290,7 +290,7 @@ def fit_cost(runs: Sequence[RunRecord], boundaries: Sequence[int] = ()) -> CostM
     verify = _total(plain, "seconds", "verify") / plain.tokens
     is_asynchronous, waits = len(plain.processes) > 1, 0.0
     if is_asynchronous:
-        waits = max(1.0 / _tokens_per_s(plain) - one_row - verify, 0.0) / (plain.stages + 1)
+        waits = max(1.0 / _tokens_per_s(plain) - one_row - verify, 0.0) / len(plain.processes)
     forwards = sum(run.draft_forwards for run in runs)
     drafting = sum(_total(run, "seconds", "draft") for run in runs if run.draft_forwards)
     row, sharing = _row_and_sharing(runs)

@@ -283,7 +283,7 @@ COST_PRESETS = {
     # Measured with the embedded target, two processes, two CPU cores: docs/lab/results_embedded.md.
     "this_cpu": CostModel(
         row=0.035,
-        link=0.051,
+        link=0.0765,
         verify=0.062,
         draft_forward=0.185,
         is_asynchronous=True,

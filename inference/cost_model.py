@@ -53,8 +53,8 @@ class CostModel:
     row: float = 0.0
     """Extra stage time per row after the first, relative to the one-row stage time."""
     link: float = 0.0
-    """Latency per link: between two stages, from the last stage to the controller, or from the
-    controller to the first stage."""
+    """Latency per link: between two stages, from the last stage to the controller, or from a
+    controller with a device of its own to the first stage."""
     link_row: float = 0.0
     """Link time per row after a segment's first."""
     verify: float = 0.0
@@ -66,11 +66,12 @@ class CostModel:
     draft_forward: float | None = None
     """Time for one draft forward; None: the draft's number of layers divided by the target's."""
     is_asynchronous: bool = False
-    """Stages do not wait for each other's steps. A token still takes n stages, n + 1 links and one
-    verification to return, but a step takes only 1/n of the link and verification time. Otherwise
-    all stages step together, and every step takes one link and one verification."""
+    """Stages do not wait for each other's steps. A token still takes n stages, all links and one
+    verification to return, but a step takes only 1/n of the link and verification time. There are n
+    links, or n + 1 if the draft and the controller have a device of their own. Otherwise all stages
+    step together, and every step takes one link and one verification."""
     draft_on_first_stage: bool = False
-    """The draft shares the first stage's processor."""
+    """The draft and the controller share the first stage's processor."""
     sharing: float = 0.0
     """Slowdown by shared cores, caches or memory: each further process computing at the same time
     adds this fraction to everyone's time. 0: processes share nothing."""
@@ -113,7 +114,9 @@ class CostModel:
         return 1.0 + row * (num_rows - 1) if num_rows else 0.0
 
     def hop(self, stage: int, further_rows: float) -> float:
-        """Return the link time after a stage, for unequal stages."""
+        """Return the time on the link after a stage, which the last stage has to the controller."""
+        if not self.stages:
+            return self.link + self.link_row * further_rows
         device = self.stages[stage]
         link = self.link if device.link is None else device.link
         link_row = self.link_row if device.link_row is None else device.link_row
@@ -158,22 +161,18 @@ class VirtualClock:
 
     def between(self, rows: Sequence[float]) -> float:
         """Return the time that links and verification add to a step."""
-        cost, n = self.cost, self.num_stages
+        cost = self.cost
         # An idle stage has no first row; without the max it would earn time back.
         further = [max(r - 1, 0) for r in rows]
         verify = cost.verify + (cost.head_row + cost.verify_row) * further[-1]
-        if cost.stages:
+        if not cost.is_asynchronous:
             hops = [cost.hop(stage, more) for stage, more in enumerate(further) if rows[stage]]
-            if not cost.is_asynchronous:
-                # In lock step the slowest hop holds up every stage.
-                return max(hops, default=cost.link) + verify
-            hops = [cost.hop(stage, more) for stage, more in enumerate(further)]
-            return (cost.link + cost.link_row * further[-1] + sum(hops) + verify) / n
-        if cost.is_asynchronous:
-            # n + 1 links per token; the last stage's rows also cross the one to the controller.
-            links = cost.link * (n + 1) + cost.link_row * (sum(further) + further[-1])
-            return (links + verify) / n
-        return cost.link + cost.link_row * max(further) + verify
+            # In lock step the slowest hop holds up every stage.
+            return max(hops, default=cost.link) + verify
+        links = sum(cost.hop(stage, more) for stage, more in enumerate(further))
+        if not cost.draft_on_first_stage:
+            links += cost.link + cost.link_row * further[0]
+        return (links + verify) / self.num_stages
 
     @property
     def row_price(self) -> float:
@@ -275,9 +274,9 @@ class VirtualClock:
 
     def autoregressive_time(self, num_tokens: int) -> float:
         """Return the modeled time for autoregressive decoding on the same pipeline."""
-        if not self.cost.stages:
-            return num_tokens * (1.0 + self.num_stages * self.between([1]))
         n = self.num_stages
+        if not self.cost.stages:
+            return num_tokens * (1.0 + n * self.between([1] * n))
         # Stages differ: one token takes n steps, each with one busy stage.
         alone = ([int(other == stage) for other in range(n)] for stage in range(n))
         steps = (self.duration(rows, draft_forwards=0, overlap=True) for rows in alone)

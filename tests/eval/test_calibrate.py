@@ -10,19 +10,42 @@ from pipedraft.errors import UsageError
 from pipedraft.eval.record import ProcessRecord, WallClockRecord
 from pipedraft.eval.replay import fit_cost
 from pipedraft.inference.config import COST_PRESETS, read_cost
-from pipedraft.inference.cost_model import CostModel, VirtualClock
+from pipedraft.inference.cost_model import CostModel, StageCost, VirtualClock
 
 CUT = (0, 3, 8)
 
 
-def test_only_a_lock_step_pipeline_pays_hops_and_verification_at_every_step():
-    for is_asynchronous, fixed in ((False, 0.1 + 0.2), (True, (3 * 0.1 + 0.2) / 2)):
-        cost = CostModel(link=0.1, verify=0.2, is_asynchronous=is_asynchronous)
-        clock = VirtualClock(cost, CUT, 0.0)
-        clock.step([1, 0], draft_forwards=0, overlap=False)
-        clock.step([0, 1], draft_forwards=0, overlap=False)
-        assert clock.time == pytest.approx(1 + 2 * fixed)
-        assert clock.autoregressive_time(1) == pytest.approx(clock.time)
+@pytest.mark.parametrize(
+    ("is_asynchronous", "shares", "fixed"),
+    [
+        (False, False, 0.1 + 0.2),
+        (False, True, 0.1 + 0.2),
+        (True, False, (3 * 0.1 + 0.2) / 2),
+        (True, True, (2 * 0.1 + 0.2) / 2),
+    ],
+)
+def test_only_a_lock_step_pipeline_pays_hops_and_verification_at_every_step(
+    is_asynchronous, shares, fixed
+):
+    cost = CostModel(
+        link=0.1, verify=0.2, is_asynchronous=is_asynchronous, draft_on_first_stage=shares
+    )
+    clock = VirtualClock(cost, CUT, 0.0)
+    clock.step([1, 0], draft_forwards=0, overlap=False)
+    clock.step([0, 1], draft_forwards=0, overlap=False)
+    assert clock.time == pytest.approx(1 + 2 * fixed)
+    assert clock.autoregressive_time(1) == pytest.approx(clock.time)
+
+
+@pytest.mark.parametrize(("shares", "expected_ms"), [(True, 310.4), (False, 385.4)])
+def test_a_pass_crosses_one_link_per_stage_and_one_more_if_the_draft_is_apart(shares, expected_ms):
+    """Four stages, 10.4 ms for their pass and 75 ms per link: 4 x 75 + 10.4, or 5 x 75 + 10.4."""
+    for stages in ((), (StageCost(),) * 4):
+        cost = CostModel(
+            link=75 / 10.4, is_asynchronous=True, draft_on_first_stage=shares, stages=stages
+        )
+        clock = VirtualClock(cost, (0, 4, 8, 12, 16), 0.0)
+        assert clock.autoregressive_time(1) * 10.4 == pytest.approx(expected_ms)
 
 
 @pytest.mark.parametrize(("shares", "expected"), [(False, 0.625), (True, 0.675)])
@@ -62,27 +85,32 @@ def process(name, *, calls, rows, first, more, verify=0.0, draft=0.0):
     )
 
 
-def test_a_known_cost_model_is_recovered():
+@pytest.mark.parametrize("is_apart", [False, True])
+def test_a_known_cost_model_is_recovered(is_apart):
+    """Two stages have two links, and a third if the controller and the draft have a rank."""
     plain = run(
         "autoregressive",
         [
-            process("rank 0", calls=100, rows=100, first=0.01, more=0.001),
-            process("rank 1", calls=100, rows=100, first=0.01, more=0.001, verify=0.2),
+            *[ProcessRecord(name="controller", seconds={})] * is_apart,
+            process("first stage", calls=100, rows=100, first=0.01, more=0.001),
+            process("second stage", calls=100, rows=100, first=0.01, more=0.001, verify=0.2),
         ],
-        seconds_per_token=0.02 + 0.002 + 3 * 0.0005,
+        seconds_per_token=0.02 + 0.002 + (2 + is_apart) * 0.0005,
     )
+    beside = 0.0 if is_apart else 1.2
     drafted = run(
         "eagle",
         [
-            process("rank 0", calls=40, rows=640, first=0.01, more=0.001, draft=1.2),
-            process("rank 1", calls=40, rows=640, first=0.01, more=0.001),
+            *[ProcessRecord(name="controller", seconds={"draft": 1.2})] * is_apart,
+            process("first stage", calls=40, rows=640, first=0.01, more=0.001, draft=beside),
+            process("second stage", calls=40, rows=640, first=0.01, more=0.001),
         ],
         forwards=240,
     )
     cost = fit_cost([plain, drafted])
     assert (cost.row, cost.link) == (pytest.approx(0.1), pytest.approx(0.025))
     assert (cost.verify, cost.draft_forward) == (pytest.approx(0.1), pytest.approx(0.25))
-    assert cost.is_asynchronous and cost.draft_on_first_stage
+    assert cost.is_asynchronous and cost.draft_on_first_stage == (not is_apart)
 
 
 @pytest.mark.parametrize(
@@ -132,17 +160,27 @@ def test_a_cost_that_is_no_duration_is_refused(value):
 
 
 @pytest.mark.parametrize(
-    ("is_asynchronous", "expected"),
-    [(False, 3 * 0.1 + 4 * (0.2 + 0.3)), (True, (8 * 0.1 + 4 * 0.1 + 4 * 0.5) / 2)],
+    ("is_asynchronous", "shares", "links"),
+    # In lock step the longest segment on a link counts.
+    [
+        (False, False, 6 * 0.1),
+        (True, True, (6 + 4) * 0.1 / 2),
+        (True, False, (6 + 4 + 6) * 0.1 / 2),
+    ],
 )
-def test_hops_head_and_decision_are_paid_for_each_row(is_asynchronous, expected):
+def test_hops_head_and_decision_are_paid_for_each_row(is_asynchronous, shares, links):
     """Rows cross a link to enter a stage or to return; returning rows are verified."""
-    cost = CostModel(link_row=0.1, head_row=0.2, verify_row=0.3, is_asynchronous=is_asynchronous)
-    if not is_asynchronous:
-        expected += 0.1  # the longest segment on a link: five rows
+    cost = CostModel(
+        link_row=0.1,
+        head_row=0.2,
+        verify_row=0.3,
+        is_asynchronous=is_asynchronous,
+        draft_on_first_stage=shares,
+    )
     clock = VirtualClock(cost, CUT, 0.0)
-    assert clock.duration([5, 5], draft_forwards=0, overlap=True) == pytest.approx(0.625 + expected)
-    assert clock.duration([5, 0], draft_forwards=0, overlap=True) < 0.375 + expected
+    expected = links + 4 * (0.2 + 0.3) / (2 if is_asynchronous else 1)
+    assert clock.duration([7, 5], draft_forwards=0, overlap=True) == pytest.approx(0.625 + expected)
+    assert clock.duration([7, 0], draft_forwards=0, overlap=True) < 0.375 + expected
     assert clock.autoregressive_time(3) == pytest.approx(3)
     one, five = (clock.duration([rows] * 2, draft_forwards=0, overlap=True) for rows in (1, 5))
     assert clock.row_price == pytest.approx((five - one) / 4)

@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -73,17 +74,27 @@ def test_the_cut_is_the_best_of_all_cuts(seed):
         assert price(cost, cut, rows) == pytest.approx(best)
 
 
-def test_equal_stages_described_one_by_one_cost_what_a_uniform_pipeline_does():
-    for is_asynchronous in (False, True):
-        shared = {"row": 0.1, "link": 0.1, "link_row": 0.01, "verify": 0.2}
-        uniform = CostModel(**shared, is_asynchronous=is_asynchronous)
-        told = CostModel(**shared, is_asynchronous=is_asynchronous, stages=(StageCost(),) * 2)
-        clocks = [VirtualClock(cost, CUT, 0.3) for cost in (uniform, told)]
-        for rows in ([1, 0], [4, 1], [2, 7]):
-            times = [clock.duration(rows, draft_forwards=1, overlap=True) for clock in clocks]
-            assert times[1] == pytest.approx(times[0])
-        assert clocks[1].autoregressive_time(5) == pytest.approx(clocks[0].autoregressive_time(5))
-        assert clocks[1].row_price == pytest.approx(clocks[0].row_price)
+@pytest.mark.parametrize(
+    ("is_asynchronous", "shares"), [(False, False), (True, False), (True, True)]
+)
+def test_equal_stages_described_one_by_one_cost_what_a_uniform_pipeline_does(
+    is_asynchronous, shares
+):
+    uniform = CostModel(
+        row=0.1,
+        link=0.1,
+        link_row=0.01,
+        verify=0.2,
+        is_asynchronous=is_asynchronous,
+        draft_on_first_stage=shares,
+    )
+    told = replace(uniform, stages=(StageCost(),) * 2)
+    clocks = [VirtualClock(cost, CUT, 0.3) for cost in (uniform, told)]
+    for rows in ([1, 0], [4, 1], [2, 7]):
+        times = [clock.duration(rows, draft_forwards=1, overlap=True) for clock in clocks]
+        assert times[1] == pytest.approx(times[0])
+    assert clocks[1].autoregressive_time(5) == pytest.approx(clocks[0].autoregressive_time(5))
+    assert clocks[1].row_price == pytest.approx(clocks[0].row_price)
 
 
 def test_a_slow_stage_with_a_far_link_is_what_a_step_waits_for():
