@@ -2,15 +2,19 @@
 
 import socket
 import time
+from collections import defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 import pytest
+import torch
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from pipedraft.inference.ranks.codec import CODEC, Beat, Cause
+from pipedraft.inference.ranks.codec import CODEC, Beat, Cause, StageResult
+from pipedraft.inference.ranks.links import Receiver, Sender
 from pipedraft.inference.ranks.mail import MAX_CONTROL_BYTES, TO_FIRST, UNDER_WAY, Mail, own_address
+from pipedraft.inference.timeline import Timeline
 
 WAIT_MS = 30_000
 NEVER_MS = 300
@@ -53,6 +57,19 @@ def test_two_ranks_reach_each_other(host):
         ranks[0].send_control(Cause(line="x"))
         assert ranks[1].sockets["control"].poll(WAIT_MS)
         assert CODEC.decode(ranks[1].sockets["control"].recv()).line == "x"
+
+
+def test_messages_are_sent_before_the_receiver_asks_for_any():
+    """So messages sent together cross a link together. These exceed what the system buffers."""
+    with two_ranks() as ranks:
+        for rank in ranks:
+            wait_for_events(rank, is_lost=False)
+        sender = Sender(ranks[0].sockets["onward"], 1, Timeline(""))
+        ranks[0].sockets["onward"].sndtimeo = WAIT_MS
+        for number in range(64):
+            sender.send(StageResult(sequence=number, taps={1: torch.zeros(512, 256)}))
+        receiver = Receiver(ranks[1].sockets["inward"], 0, defaultdict(deque))
+        assert [receiver.receive().sequence for _ in range(64)] == [*range(64)]
 
 
 def test_another_token_is_refused():

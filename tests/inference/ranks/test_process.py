@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import pytest
@@ -94,6 +95,33 @@ def test_both_backends_agree_with_an_early_exit_head(width):
         draft = make_exit(target, num_stages=num_stages)
         options = {"num_stages": num_stages, "schedule": "ppsd", "tree_width": width}
         decode_both(target, prompts_of(number), draft=draft, **options)
+
+
+@pytest.mark.parametrize("way", [{"schedule": "autoregressive"}, *EAGLE_WAYS], ids=way_name)
+def test_a_step_sends_one_message_over_each_link(way, monkeypatch):
+    """A step's segment and the KeepRows before it travel together, so no link gets two messages."""
+    target = tiny_llama(layers=4, vocab=16)
+    sent = defaultdict(Counter)
+    send = Wire.send
+
+    def watched(wire, message):
+        sent[type(message).__name__][wire] += 1
+        send(wire, message)
+
+    monkeypatch.setattr(Wire, "send", watched)
+    draft = None if way["schedule"] == "autoregressive" else make_head(target)
+    options = {"num_stages": 4, "max_new_tokens": NEW_TOKENS, "connect": connect_inline}
+    result = engine_for(target, draft=draft, **options, **way).decode(PROMPTS[2])
+    assert sent.keys() <= {"Prefill", "Step", "StageResult", "Cancel"}
+    assert len(sent["Step"]) == 4
+    (num_segments,) = set(sent["Step"].values())
+    # One more may be under way when the output ends.
+    assert num_segments <= result.num_steps + 1
+    if draft is None:
+        assert num_segments == result.num_tokens
+    chunks = max(sent["Prefill"].values())
+    assert max(sent["StageResult"].values()) <= num_segments + chunks
+    assert max(sent["Cancel"].values(), default=0) <= num_segments
 
 
 @pytest.mark.parametrize("verifier, is_token", [("auto", True), ("rejection", False)])
