@@ -169,8 +169,8 @@ class OutputOptions(Options):
     """write every method's answers into OUT/answers, as JSON lines for evalplus (task_id, solution)
     and lm-evaluation-harness"""
     calibrate: Path | None = None
-    """write a cost model from this run's measurements of extra tokens per pass, links, verification
-    and draft forwards"""
+    """write a cost model from measurements of extra tokens per pass, links, verification and draft
+    forwards; decodes every turn again, as with --fresh"""
     shard: str | None = option(None, metavar="I/N", parse=read_share)
     """decode share I of N into OUT/traces without a report; afterwards the same command without
     --shard decodes the rest and reports all"""

@@ -217,10 +217,10 @@ def _claim_folder(options: OutputOptions, config: Values, held: ExitStack) -> No
         make_place("--calibrate", options.calibrate, b'{\n  "row": ')
     make_folder("--out", options.out)
     held.enter_context(locked(options.out, "--out", shared=options.shard is not None))
-    if options.calibrate is None:
-        check_folder(options.out, config, is_fresh=options.fresh)
-        if options.fresh:
-            remove_traces(options.out, options.shard)
+    check_folder(options.out, config, is_fresh=options.fresh)
+    # Stored turns bring no measurements of the processes.
+    if options.fresh or options.calibrate is not None:
+        remove_traces(options.out, options.shard)
 
 
 def _recordings_of(methods: Sequence[EvalMethod], out: Path) -> list[Recording]:
@@ -281,7 +281,7 @@ def evaluate_drafts(
         repeats=way.repeats,
         sequences=way.sequences,
         traces=traces_of(
-            None if output.calibrate else output.out,
+            output.out,
             target.model,
             weights=weights_identity(target_name, revision),
             dtype=dtype_of(target.model),
@@ -306,13 +306,14 @@ def evaluate_drafts(
         seed=way.seed,
     )
     write_report(output.out, runs, manifest)
-    names = f"{output.out}/report.html, charts/, report.md, results.json, manifest.json"
-    if output.calibrate is None:
-        recordings = _recordings_of(methods, output.out)
-        page = outputs_page(recordings, benchmarks, tokenizer, title_of([manifest], runs))
-        write_atomically(output.out / "outputs.html", page.encode())
-        names = f"{names}, outputs.html (answers, accepted tokens colored)"
-    else:
+    recordings = _recordings_of(methods, output.out)
+    page = outputs_page(recordings, benchmarks, tokenizer, title_of([manifest], runs))
+    write_atomically(output.out / "outputs.html", page.encode())
+    names = (
+        f"{output.out}/report.html, charts/, report.md, results.json, manifest.json, outputs.html "
+        "(answers, accepted tokens colored)"
+    )
+    if output.calibrate is not None:
         measured = asdict(fit_cost(runs, target.boundaries))
         write_atomically(output.calibrate, to_json(measured))
         names = f"{names}\nwritten: {output.calibrate}: {measured}"

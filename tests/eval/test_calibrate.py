@@ -5,6 +5,8 @@ import math
 from types import SimpleNamespace
 
 import pytest
+from eval_runs import status
+from tiny_models import REPOSITORY
 
 from pipedraft.errors import UsageError
 from pipedraft.eval.record import ProcessRecord, WallClockRecord
@@ -154,6 +156,27 @@ def test_one_process_has_no_links():
 def test_a_cost_that_is_no_duration_is_refused(value):
     with pytest.raises(ValueError, match=rf"cost.link_row: {value}; give at least 0"):
         CostModel(link_row=value)
+
+
+def test_a_calibrating_run_measures_every_turn_and_leaves_them_to_replay(tmp_path, capsys):
+    out, cost = str(tmp_path / "out"), str(tmp_path / "cost.json")
+    words = ["--target", str(REPOSITORY / "assets" / "target"), "--draft", "ngram"]
+    words += ["--schedule", "pipeinfer", "--draft-tokens", "1", "--stages", "2", "--no-lossless"]
+    words += ["--benchmarks", "gsm8k", "--limit", "1", "--max-new-tokens", "6"]
+    tables = []
+    for more in ([], ["--calibrate", cost], ["--calibrate", cost]):
+        assert status([*words, "--out", out, *more]) == 0
+        capsys.readouterr()
+        assert status(["replay", out]) == 0
+        tables.append(capsys.readouterr().out)
+    assert tables[0] == tables[1] == tables[2] and "pipeinfer" in tables[0]
+    assert read_cost(cost).verify > 0
+    assert status(["replay", out, "--cost", cost, "--link", "0,0.5"]) == 0
+    # Two lines above the table's rows, which are of two methods under two links.
+    assert capsys.readouterr().out.splitlines().index("") == 2 + 2 * 2
+    # Another evaluation is not replaced.
+    assert status([*words, "--out", out, "--calibrate", cost, "--seed", "1"]) == 2
+    assert "--seed was 0, is 1" in capsys.readouterr().err
 
 
 # -- cost per row -----------------------------------------------------------------------------
