@@ -16,7 +16,7 @@ from ..inference.arguments import (
     check_draft_dtype,
     read_temperature,
 )
-from ..inference.schedules import SCHEDULES
+from ..inference.schedules import SCHEDULES, schedule_name
 from ..options import Options, option
 from ..wings import commands_of, find_wings
 
@@ -127,9 +127,11 @@ class MethodOptions(FilterOptions, ScheduleOptions):
 
     SETTINGS_ARE_LISTS: ClassVar[bool] = True
 
-    schedule: tuple[str, ...] = option((), metavar="NAMES", known=tuple(SCHEDULES))
-    """comma list of schedules; default: the one that each draft was designed for, and pipeinfer for
-    --draft-model"""
+    schedule: tuple[str, ...] = option(
+        (), metavar="NAMES", parse=schedule_name, known=tuple(SCHEDULES)
+    )
+    """comma list of schedules, with specpipe for pipedec; default: the one that each draft was
+    designed for, and pipeinfer for --draft-model"""
     temperature: tuple[float, ...] = option((0.0,), metavar="T", parse=read_temperature)
     """comma list of temperatures; 0 is greedy"""
     verifier: Rule = "auto"

@@ -20,7 +20,7 @@ from .ranks.launch import run_ranks
 from .rules import RULE_NAMES
 from .rules.filters import TokenFilters
 from .rules.temperature import check_temperature
-from .schedules import SCHEDULES
+from .schedules import SCHEDULES, schedule_name
 from .shapes import Budget, TreeShape
 
 if TYPE_CHECKING:
@@ -278,8 +278,9 @@ class EngineOptions(TemplateOptions, BackendOptions, ScheduleOptions):
     """draft by n-gram or suffix lookup in the text so far (no neural network); needs --target"""
     target: str | None = None
     """target's folder or Hub id; default: the target that the draft was trained for"""
-    schedule: str | None = option(None, known=tuple(SCHEDULES))
-    """decoding schedule; default: the one that the draft was designed for"""
+    schedule: str | None = option(None, parse=schedule_name, known=tuple(SCHEDULES))
+    """decoding schedule, with specpipe for pipedec; default: the one that the draft was designed
+    for"""
     stages: int | None = None
     """number of pipeline stages; default: the number that the draft was trained for, else 1"""
     verifier: Rule = "auto"

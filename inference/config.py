@@ -22,7 +22,7 @@ from .cost_model import CostModel, StageCost
 from .rules import SAMPLING_RULES, RuleName
 from .rules.filters import TokenFilters, sampling_label
 from .rules.temperature import check_temperature
-from .schedules import SCHEDULES
+from .schedules import SCHEDULES, schedule_name
 from .schedules.base import Schedule
 from .schedules.spd import SPDSchedule
 from .shapes import Budget, TreeShape
@@ -185,6 +185,7 @@ def check_prompt(prompt_ids: Sequence[int], max_positions: int) -> None:
 
 def make_schedule(name: str, settings: Values) -> Schedule:
     """Make a schedule by name. The setting ``tree`` may be text in ``TreeShape.parse``'s format."""
+    name = schedule_name(name)
     check_names([name], list(SCHEDULES), "schedule")
     kind, owners = SCHEDULES[name], setting_owners()
     check_names(settings, [*owners, *(part.name for part in fields(DecodeConfig))], "settings")

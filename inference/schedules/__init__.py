@@ -19,3 +19,10 @@ def find_schedules(package: str, folders: Iterable[str]) -> dict[str, type[Sched
 
 SCHEDULES = find_schedules(__name__, __path__)
 """Schedule by name. A folder with schedules of its own adds them."""
+OTHER_NAMES = {"specpipe": "pipedec"}
+"""Schedule's name, by another name from its paper. Results use the schedule's."""
+
+
+def schedule_name(text: object) -> str:
+    """Return the name in ``SCHEDULES`` for one of a schedule's names. Keep unknown names."""
+    return OTHER_NAMES.get(str(text), str(text))

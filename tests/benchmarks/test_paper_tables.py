@@ -31,7 +31,7 @@ from pipedraft.models.target import load_target, load_tokenizer
 DRAFTS = load_script("benchmarks/papers/drafts.py")
 OPTIONS = load_script("benchmarks/papers/table_options.py").TableOptions
 EXPECTED = ["spd1", "spd2", "spd_release_greedy", "spd_release_sampled", "spd_modules"]
-EXPECTED += ["flowspec1", "flowspec2", "pipeinfer4"]
+EXPECTED += ["flowspec1", "flowspec2", "specpipe", "pipeinfer4"]
 OWN = REPOSITORY / "configs" / "eval"
 no_pictures, place, write = eval_runs.no_pictures, paper_runs.place, paper_runs.write
 pytestmark = pytest.mark.usefixtures("no_pictures")

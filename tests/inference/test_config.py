@@ -4,7 +4,10 @@ import json
 
 import pytest
 
+from pipedraft.errors import UsageError
+from pipedraft.eval.arguments import EvalOptions
 from pipedraft.inference.config import DecodeConfig, setting_owners
+from pipedraft.inference.decode_options import DecodeOptions
 from pipedraft.inference.schedules import SCHEDULES
 from pipedraft.inference.shapes import TreeShape
 
@@ -15,6 +18,18 @@ def test_every_schedule_goes_both_ways(name):
     plain = json.loads(json.dumps(config.to_dict()))
     assert plain["schedule"]["name"] == name
     assert DecodeConfig.from_dict(plain) == config
+
+
+def test_specpipe_is_pipedec_under_another_name():
+    """Results have one name, so the two are one schedule in a list, too."""
+    config = DecodeConfig.of("specpipe", tree_width=4)
+    assert config == DecodeConfig.of("pipedec", tree_width=4)
+    assert config.to_dict()["schedule"]["name"] == "pipedec"
+    assert DecodeOptions.read(["--schedule", "specpipe", "--prompt", "x"]).schedule == "pipedec"
+    lists = ["--checkpoint", "x", "--out", "y", "--schedule"]
+    assert EvalOptions.read([*lists, "spd,specpipe"]).schedule == ("spd", "pipedec")
+    with pytest.raises(UsageError, match="--schedule: 'pipedec,specpipe' names pipedec twice"):
+        EvalOptions.read([*lists, "pipedec,specpipe"])
 
 
 def test_settings_go_both_ways():
