@@ -5,6 +5,7 @@ Bandwidth and delay are piecewise constant, so transmission times are exact inte
     arrival_s = Channel(PRESETS["wifi"], seed=0).transmit(0.0, 72, "up")
 
     load_link("wifi")                                   # constants
+    load_link("rtt=60,up=2,down=10,loss=0.005,jitter=5")    # your own
     load_link("5g:assets/net_traces/wifi_busy.csv")     # 5G's bandwidth, delays from a trace
     load_link("assets/net_traces/drive.csv")            # bandwidth and delays from a trace
 """
@@ -16,11 +17,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Literal
 
 import numpy as np
 
-from ...errors import check_ranges
+from ...errors import check_ranges, nearest
 from ...files import read_text
 
 Direction = Literal["up", "down"]
@@ -336,22 +338,76 @@ class EnergyModel:
         }
 
 
-def load_link(text: str) -> Link:
-    """Load the link ``5g``, ``4g``, ``wifi``, ``FILE.csv`` or ``PRESET:FILE.csv``.
+OWN_LINK = "rtt=60,up=2,down=10,loss=0.005,jitter=5"
+"""Example of a constant link in words. Round trip and its largest deviation in milliseconds, rates
+in Mbit/s, loss as a fraction; all but ``rtt`` and ``up`` may be left out, and down is up then."""
+
+
+def split_links(text: str) -> list[str]:
+    """Split a comma list of links. ``rtt=`` begins a link that the next KEY=NUMBER continue."""
+    links: list[str] = []
+    for word in map(str.strip, text.split(",")):
+        is_number = "=" in word and not word.endswith(".csv")
+        if is_number and not word.startswith("rtt=") and links and links[-1].startswith("rtt="):
+            links[-1] += f",{word}"
+        else:
+            links.append(word)
+    return links
+
+
+def read_own_link(text: str, where: str) -> Link:
+    """Read a constant link such as ``OWN_LINK``. ``where`` begins the message of a ValueError."""
+    values: dict[str, float] = {}
+    known = [word.partition("=")[0] for word in OWN_LINK.split(",")]
+    for word in text.split(","):
+        key, _, value = map(str.strip, word.partition("="))
+        if key not in known:
+            raise ValueError(f"{where}: {key!r} is unknown; {nearest(key, known)}")
+        if key in values:
+            raise ValueError(f"{where}: {key} is given twice; leave one out")
+        try:
+            values[key] = float(value)
+        except ValueError as error:
+            raise ValueError(f"{where}: {key}: {value!r}; give a number") from error
+    if missing := [key for key in ("rtt", "up") if key not in values]:
+        raise ValueError(f"{where}: {missing[0]} is missing; give it, as in {OWN_LINK}")
+    values = {"down": values["up"], "loss": 0.0, "jitter": 0.0} | values
+    # Jitter is a deviation of the round trip, which never becomes negative.
+    ranges = {"rtt": "[0, inf)", "loss": "[0, 1)", "jitter": f"[0, {values['rtt']}]"}
+    ranges |= dict.fromkeys(("up", "down"), "(0, inf)")
+    check_ranges(SimpleNamespace(**values), ranges, f"{where}: ")
+    return Link.constant(
+        up_mbps=values["up"],
+        down_mbps=values["down"],
+        rtt_ms=values["rtt"],
+        jitter_ms=values["jitter"],
+        loss=values["loss"],
+    )
+
+
+def load_link(text: str, field: str = "link") -> Link:
+    """Load a link by its name, numbers or file.
+
+    Args:
+        text: ``5g``, ``4g``, ``wifi``, numbers such as ``OWN_LINK``, ``FILE.csv`` or
+            ``PRESET:FILE.csv``.
+        field: what messages call the link.
 
     Raises:
-        ValueError: unknown name, or an invalid file.
+        ValueError: unknown name or key, a number out of range, or an invalid file.
     """
     if text in PRESETS:
         return PRESETS[text]
+    if "=" in text and not text.endswith(".csv"):
+        return read_own_link(text, f"{field}: {text!r}")
     preset, _, trace = text.partition(":")
     if trace and preset in PRESETS:
         return read_trace(Path(trace), base=PRESETS[preset])
     if text.endswith(".csv"):
         return read_trace(Path(text))
     raise ValueError(
-        f"link: {text!r} is unknown; give {', '.join(PRESETS)}, TRACE.csv, or one of the names "
-        "and a trace (5g:TRACE.csv)"
+        f"{field}: {text!r} is unknown; give {', '.join(PRESETS)}, {OWN_LINK}, TRACE.csv, or one "
+        "of the names and a trace (5g:TRACE.csv)"
     )
 
 

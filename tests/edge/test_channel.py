@@ -22,6 +22,7 @@ from pipedraft.inference.edge.channel import (
     Steps,
     load_link,
     read_trace,
+    split_links,
     timeout_s,
 )
 
@@ -323,10 +324,60 @@ def test_links_are_found_by_name(tmp_path: Path) -> None:
     assert PRESETS["4g"].state(7.0) == LinkState(
         up_bytes_per_s=6.25e6, down_bytes_per_s=6.25e6, round_trip_s=0.06
     )
-    with pytest.raises(ValueError, match="link: '6g' is unknown; give 5g, 4g, wifi, TRACE.csv"):
+    with pytest.raises(ValueError, match="link: '6g' is unknown; give 5g, 4g, wifi, rtt=60,"):
         load_link("6g")
     with pytest.raises(ValueError, match="link: '.*missing.csv' cannot be read"):
         load_link(f"5g:{tmp_path}/missing.csv")
+
+
+def test_a_link_of_ones_own_is_its_numbers() -> None:
+    link = load_link("rtt=60,up=2,down=10,loss=0.005,jitter=5")
+    assert link == Link.constant(up_mbps=2, down_mbps=10, rtt_ms=60, jitter_ms=5, loss=0.005)
+    assert link.state(0.0) == LinkState(
+        up_bytes_per_s=250_000, down_bytes_per_s=1_250_000, round_trip_s=0.06
+    )
+    assert load_link("rtt=60,up=2") == Link.constant(up_mbps=2, down_mbps=2, rtt_ms=60)
+    assert load_link("rtt=0,up=0.5,jitter=0").state(0.0).round_trip_s == 0
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("rtt=60,upp=2", "'upp' is unknown; did you mean 'up'?"),
+        ("rtt=60,speed=2", "'speed' is unknown; give one of rtt, up, down, loss, jitter"),
+        ("rtt=60,up=2,up=3", "up is given twice; leave one out"),
+        ("rtt=60,up=fast", "up: 'fast'; give a number"),
+        ("rtt=60,up=", "up: ''; give a number"),
+        ("rtt=60", "up is missing; give it, as in rtt=60,up=2"),
+        ("up=2", "rtt is missing; give it, as in rtt=60,up=2"),
+        ("rtt=-1,up=2", "rtt: -1.0; give at least 0"),
+        ("rtt=nan,up=2", "rtt: nan; give at least 0"),
+        ("rtt=60,up=0", "up: 0.0; give above 0"),
+        ("rtt=60,up=2,down=inf", "down: inf; give above 0"),
+        ("rtt=60,up=2,loss=1", "loss: 1.0; give at least 0 and below 1"),
+        ("rtt=60,up=2,jitter=61", "jitter: 61.0; give at least 0 and at most 60"),
+    ],
+)
+def test_bad_numbers_are_one_line_with_the_word_and_the_fix(text: str, message: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        load_link(text, "--links")
+    assert str(caught.value).startswith(f"--links: {text!r}: {message}")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text, links",
+    [
+        ("5g, 4g,wifi:a.csv", ["5g", "4g", "wifi:a.csv"]),
+        ("rtt=6,up=2,5g", ["rtt=6,up=2", "5g"]),
+        ("5g,rtt=6,up=2, loss=0.1,rtt=9,up=2", ["5g", "rtt=6,up=2,loss=0.1", "rtt=9,up=2"]),
+        ("rtt=6,up=2,run=3.csv", ["rtt=6,up=2", "run=3.csv"]),
+        ("up=2,rtt=6", ["up=2", "rtt=6"]),
+        ("5g,,4g", ["5g", "", "4g"]),
+    ],
+)
+def test_rtt_begins_a_link_in_a_comma_list(text: str, links: list[str]) -> None:
+    assert split_links(text) == links
 
 
 def test_the_shipped_traces_are_what_their_program_makes(tmp_path: Path) -> None:
