@@ -52,8 +52,9 @@ def option(default: Any = MISSING, **how: Any) -> Any:
 
     Args:
         how: metavar; parse: text -> value (of each entry); known: possible names, for the help;
-            least: smallest value; repeated: one entry each time the flag is given; many: all words
-            after it; positional: no flag; flag: a name other than the field's; hidden: no argument.
+            least: smallest value; split: comma list -> entries; repeated: one entry each time the
+            flag is given; many: all words after it; positional: no flag; flag: a name other than
+            the field's; hidden: no argument.
     """
     if default is MISSING:
         return field(metadata=how)
@@ -248,7 +249,9 @@ def _add(group: Group, part: OptionField, hint: Any, text: str) -> None:
     if get_origin(kind) is tuple:
         one = how.get("parse", get_args(kind)[0])
         is_comma_list = not {"repeated", "positional", "many"} & how.keys()
-        settings["type"] = checked(listed(one) if is_comma_list else each(one))
+        settings["type"] = checked(
+            listed(one, how.get("split", split_commas)) if is_comma_list else each(one)
+        )
         default = list(default) if isinstance(default, tuple) else default
     else:
         settings["type"] = checked(how["parse"]) if "parse" in how else kind
@@ -265,13 +268,17 @@ def _add(group: Group, part: OptionField, hint: Any, text: str) -> None:
     group.add_argument(flag_of(part), dest=part.name, **settings)
 
 
-def listed(parse: Reader) -> Reader:
+def split_commas(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",")]
+
+
+def listed(parse: Reader, split: Callable[[str], list[str]] = split_commas) -> Reader:
     """Return a function that parses a comma list with ``parse`` and refuses repeated values."""
 
     def parse_list(value: object) -> list[object]:
         parts: Sequence[object] = value if isinstance(value, list | tuple) else [value]
         if isinstance(value, str):
-            parts = [part.strip() for part in value.split(",")]
+            parts = split(value)
         if not all(part != "" for part in parts):
             raise ValueError(f"{value!r} has an empty entry; write a,b,c")
         parsed = [parse(part) for part in parts]

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from ...inference.arguments import Dtype, FilterOptions, PlaceOptions, read_temperature
+from ...inference.edge.channel import split_links
 from ...inference.rules import RuleName
 from ...options import option
 from ..arguments import DraftOptions
@@ -38,8 +39,10 @@ class EdgeOptions(DraftOptions, PlaceOptions, FilterOptions):
     """first P prompts per benchmark; default: all"""
     methods: tuple[str, ...] = option((), metavar="NAMES")
     """comma list of methods; default: all"""
-    links: tuple[str, ...] = option(("5g", "4g", "wifi"), metavar="LINKS")
-    """comma list of 5g, 4g, wifi, TRACE.csv, 5g:TRACE.csv"""
+    links: tuple[str, ...] = option(("5g", "4g", "wifi"), metavar="LINKS", split=split_links)
+    """comma list of 5g, 4g, wifi, TRACE.csv, 5g:TRACE.csv, or your link's numbers from rtt on:
+    rtt=60,up=2,down=10,loss=0.005,jitter=5 (rtt, jitter: ms; up, down: Mbit/s; loss: fraction of
+    packets). Left out, down is up, and loss and jitter are 0"""
     temperature: tuple[float, ...] = option((0.0,), metavar="T", parse=read_temperature)
     """comma list of temperatures"""
     times: str = option("picospec", metavar="TIMES")

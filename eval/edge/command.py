@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from ...devices import resolve_device, resolve_dtype
 from ...errors import UsageError, make_folder
+from ...inference.edge.channel import load_link
 from ...inference.edge.pipeline import check_draft
 from ...inference.edge.target_session import SharedTarget
 from ...inference.engine import DraftNetwork
@@ -62,6 +63,8 @@ def run(options: EdgeOptions, argv: Sequence[str]) -> None:
     for method in options.methods:
         if method not in METHODS:
             raise UsageError(f"--methods: {method!r} is unknown; give one of {', '.join(METHODS)}")
+    for link in options.links:
+        load_link(link, "--links")
     name, revision, drafts = read_drafts(
         [options.checkpoint] if options.checkpoint else [],
         options.target,

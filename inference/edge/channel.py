@@ -5,6 +5,7 @@ Bandwidth and delay are piecewise constant, so transmission times are exact inte
     arrival_s = Channel(PRESETS["wifi"], seed=0).transmit(0.0, 72, "up")
 
     load_link("wifi")                                   # constants
+    load_link("rtt=60,up=2,down=10,loss=0.005,jitter=5")    # your own
     load_link("5g:assets/net_traces/wifi_busy.csv")     # 5G's bandwidth, delays from a trace
     load_link("assets/net_traces/drive.csv")            # bandwidth and delays from a trace
 """
@@ -16,11 +17,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Literal
 
 import numpy as np
 
-from ...errors import check_ranges
+from ...errors import check_ranges, nearest
 from ...files import read_text
 
 Direction = Literal["up", "down"]
@@ -28,6 +30,8 @@ Direction = Literal["up", "down"]
 BYTES_PER_MEGABIT = 1e6 / 8
 PACKET_BYTES = 1500
 """Size of the largest Ethernet packet. A longer message is split, and any packet may be lost."""
+MIN_VARIATION_S, MAX_TIMEOUT_S = 0.2, 120.0
+"""Linux's bounds: the least that a timeout exceeds the round trip by, and the longest timeout."""
 
 
 @dataclass(frozen=True)
@@ -103,9 +107,6 @@ class Link:
     ``jitter_s``, as netem does by default."""
     loss: float = 0.0
     """Loss probability per packet and transmission."""
-    retransmit_round_trips: float = 2.0
-    """Round trips from a lost packet's last bit to its retransmission: TCP's tail loss probe (RFC
-    8985) waits two. Messages here are too small for later packets to reveal a loss."""
     header_bytes: int = 62
     """Header bytes per message: IPv4 20, TCP 20, a TLS 1.3 record 22."""
 
@@ -119,9 +120,7 @@ class Link:
                     f"link.{name}: from {low} to {high}; give finite numbers of 0 or more, and "
                     "some bandwidth"
                 )
-        ranges = {"loss": "[0, 1)"}
-        ranges |= dict.fromkeys(("retransmit_round_trips", "header_bytes"), "[0, inf)")
-        check_ranges(self, ranges, "link.")
+        check_ranges(self, {"loss": "[0, 1)", "header_bytes": "[0, inf)"}, "link.")
         # More jitter than delay would be clamped at 0 in ``transmit``, and raise the mean.
         longest_s = max(self.delay_s.values)
         if not 0 <= self.jitter_s <= longest_s:
@@ -196,6 +195,26 @@ class _Lane(Traffic):
     last_arrival_s: float = 0.0
 
 
+def timeout_s(round_trip_s: float, num_before: int = 0) -> float:
+    """Return how long TCP waits before it resends a packet whose loss no later packet reveals.
+
+    RTO = SRTT + max(4 RTTVAR, 200 ms)     RFC 6298, Eq. 2.3, with Linux's minimum of 200 ms
+
+    On a steady link 4 RTTVAR is less than 200 ms, so RTO = RTT + 200 ms. The first wait belongs to
+    the tail loss probe (RFC 8985, section 7.2): min(2 SRTT + 200 ms, RTO) for one packet in flight,
+    so the RTO again. The second wait is the RTO, and every further one twice the one before.
+
+    Deviation: Linux's timers end up to 32 ms late. For some packets after a lost acknowledgment,
+    RTTVAR is larger, and the wait up to 2 RTT + 200 ms.
+
+    Args:
+        num_before: number of earlier timeouts for the same packet.
+    """
+    first_s = round_trip_s + MIN_VARIATION_S
+    # Doubled from the third on. 2.0**1024 would overflow, long after the limit.
+    return min(first_s * 2.0 ** min(max(num_before - 1, 0), 30), MAX_TIMEOUT_S)
+
+
 class Channel:
     """Link with messages, which queue for the bandwidth and arrive in order.
 
@@ -229,23 +248,26 @@ class Channel:
         sizes = [PACKET_BYTES] * full + [rest] * (rest > 0)
         lane.messages += 1
         lane.payload_bytes += num_bytes
-        start_s = max(now_s, lane.free_s)
+        start_s, num_timeouts = max(now_s, lane.free_s), 0
         while True:
             end_s = lane.bytes_per_s.reach(start_s, sum(sizes))
             lane.wire_bytes += sum(sizes)
             lane.airtime_s += end_s - start_s
             # The delay begins with the last bit, so read it at that moment.
             delay_s = link.delay_s.at(end_s)
-            if link.loss:
-                is_lost = lane.random.random(len(sizes)) < link.loss
-                sizes = [size for size, lost in zip(sizes, is_lost, strict=True) if lost]
-            else:
-                sizes = []
+            if not link.loss:
+                break
+            is_lost = lane.random.random(len(sizes)) < link.loss
+            sizes = [size for size, lost in zip(sizes, is_lost, strict=True) if lost]
             if not sizes:
                 break
             lane.lost_packets += len(sizes)
-            # Only a timeout reveals the loss. The delay is one way, hence 2.
-            start_s = end_s + link.retransmit_round_trips * 2 * delay_s
+            # A later packet of this message that arrives reveals a loss after one round trip (RACK,
+            # RFC 8985). Only a timeout reveals that the last packet is lost. The delay is one way.
+            wait_s = 2 * delay_s
+            if is_lost[-1]:
+                wait_s, num_timeouts = timeout_s(wait_s, num_timeouts), num_timeouts + 1
+            start_s = end_s + wait_s
         if link.jitter_s:
             delay_s = max(0.0, delay_s + link.jitter_s * lane.random.uniform(-1, 1))
         lane.free_s = end_s
@@ -316,22 +338,76 @@ class EnergyModel:
         }
 
 
-def load_link(text: str) -> Link:
-    """Load the link ``5g``, ``4g``, ``wifi``, ``FILE.csv`` or ``PRESET:FILE.csv``.
+OWN_LINK = "rtt=60,up=2,down=10,loss=0.005,jitter=5"
+"""Example of a constant link in words. Round trip and its largest deviation in milliseconds, rates
+in Mbit/s, loss as a fraction; all but ``rtt`` and ``up`` may be left out, and down is up then."""
+
+
+def split_links(text: str) -> list[str]:
+    """Split a comma list of links. ``rtt=`` begins a link that the next KEY=NUMBER continue."""
+    links: list[str] = []
+    for word in map(str.strip, text.split(",")):
+        is_number = "=" in word and not word.endswith(".csv")
+        if is_number and not word.startswith("rtt=") and links and links[-1].startswith("rtt="):
+            links[-1] += f",{word}"
+        else:
+            links.append(word)
+    return links
+
+
+def read_own_link(text: str, where: str) -> Link:
+    """Read a constant link such as ``OWN_LINK``. ``where`` begins the message of a ValueError."""
+    values: dict[str, float] = {}
+    known = [word.partition("=")[0] for word in OWN_LINK.split(",")]
+    for word in text.split(","):
+        key, _, value = map(str.strip, word.partition("="))
+        if key not in known:
+            raise ValueError(f"{where}: {key!r} is unknown; {nearest(key, known)}")
+        if key in values:
+            raise ValueError(f"{where}: {key} is given twice; leave one out")
+        try:
+            values[key] = float(value)
+        except ValueError as error:
+            raise ValueError(f"{where}: {key}: {value!r}; give a number") from error
+    if missing := [key for key in ("rtt", "up") if key not in values]:
+        raise ValueError(f"{where}: {missing[0]} is missing; give it, as in {OWN_LINK}")
+    values = {"down": values["up"], "loss": 0.0, "jitter": 0.0} | values
+    # Jitter is a deviation of the round trip, which never becomes negative.
+    ranges = {"rtt": "[0, inf)", "loss": "[0, 1)", "jitter": f"[0, {values['rtt']}]"}
+    ranges |= dict.fromkeys(("up", "down"), "(0, inf)")
+    check_ranges(SimpleNamespace(**values), ranges, f"{where}: ")
+    return Link.constant(
+        up_mbps=values["up"],
+        down_mbps=values["down"],
+        rtt_ms=values["rtt"],
+        jitter_ms=values["jitter"],
+        loss=values["loss"],
+    )
+
+
+def load_link(text: str, field: str = "link") -> Link:
+    """Load a link by its name, numbers or file.
+
+    Args:
+        text: ``5g``, ``4g``, ``wifi``, numbers such as ``OWN_LINK``, ``FILE.csv`` or
+            ``PRESET:FILE.csv``.
+        field: what messages call the link.
 
     Raises:
-        ValueError: unknown name, or an invalid file.
+        ValueError: unknown name or key, a number out of range, or an invalid file.
     """
     if text in PRESETS:
         return PRESETS[text]
+    if "=" in text and not text.endswith(".csv"):
+        return read_own_link(text, f"{field}: {text!r}")
     preset, _, trace = text.partition(":")
     if trace and preset in PRESETS:
         return read_trace(Path(trace), base=PRESETS[preset])
     if text.endswith(".csv"):
         return read_trace(Path(text))
     raise ValueError(
-        f"link: {text!r} is unknown; give {', '.join(PRESETS)}, TRACE.csv, or one of the names "
-        "and a trace (5g:TRACE.csv)"
+        f"{field}: {text!r} is unknown; give {', '.join(PRESETS)}, {OWN_LINK}, TRACE.csv, or one "
+        "of the names and a trace (5g:TRACE.csv)"
     )
 
 

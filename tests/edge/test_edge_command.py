@@ -124,6 +124,21 @@ def test_times_come_from_a_file(words, tmp_path):
     assert math.isclose(row["ms_per_token"], 500, abs_tol=2) and row["lossless"]["checked"] == 0
 
 
+def test_own_links_are_rows_beside_named_ones(words, tmp_path):
+    own = ["rtt=40,up=2,loss=0.01,jitter=8", "rtt=400,up=2,down=9"]
+    more = ["--methods", "cloud_round_trip", "--no-lossless", "--links", f"{own[0]},5g,{own[1]}"]
+    run([*words, *more, "--out", str(tmp_path)])
+    rows = json.loads((tmp_path / "results.json").read_text())["latency"]
+    assert [row["network"] for row in rows] == [own[0], "5g", own[1]]
+    # A token waits for the link's round trip and the cloud's pass.
+    assert rows[2]["ms_per_token"] == pytest.approx(1e3 / 13.89 + 400, abs=3)
+    text = (tmp_path / "report.md").read_text()
+    assert f"link {own[0]}: at its beginning 2 Mbit/s up, 2 down, round trip 40 ms +- 8" in text
+    assert (
+        "loss 0.01, 62 bytes" in text and f"link {own[1]}: at its beginning 2 Mbit/s up, 9" in text
+    )
+
+
 def test_the_cloud_alone_that_a_row_is_compared_with_has_the_same_times():
     places = {
         LinkRun("cloud", "5g", SimpleNamespace(sampling="0", times=times)).place
@@ -140,7 +155,9 @@ def test_the_cloud_alone_that_a_row_is_compared_with_has_the_same_times():
             ["--rule", "best"],
             f"--rule: Expected a Literal[{str(RULE_NAMES)[1:-1]}]. Got value: best",
         ),
-        (["--links", "6g"], "link: '6g' is unknown"),
+        (["--links", "6g"], "--links: '6g' is unknown"),
+        (["--links", "5g,rtt=9,upp=2"], "--links: 'rtt=9,upp=2': 'upp' is unknown; did you mean"),
+        (["--links", "rtt=9,up=2,rtt=9,up=2"], "names rtt=9,up=2 twice; leave one out"),
         (["--policy", "fixed:99"], "policy: 'fixed:99' is unknown; give fixed:1 to"),
         (["--times", "nowhere.json"], "--times: 'nowhere.json' is no file; give it or one of"),
         (["--temperature", "-1"], "'-1' is not a temperature"),
