@@ -26,7 +26,7 @@ def test_specpipe_is_pipedec_under_another_name():
     assert config == DecodeConfig.of("pipedec", tree_width=4)
     assert config.to_dict()["schedule"]["name"] == "pipedec"
     assert DecodeOptions.read(["--schedule", "specpipe", "--prompt", "x"]).schedule == "pipedec"
-    lists = ["--checkpoint", "x", "--out", "y", "--schedule"]
+    lists = ["--checkpoint", "x", "--benchmarks", "gsm8k", "--out", "y", "--schedule"]
     assert EvalOptions.read([*lists, "spd,specpipe"]).schedule == ("spd", "pipedec")
     with pytest.raises(UsageError, match="--schedule: 'pipedec,specpipe' names pipedec twice"):
         EvalOptions.read([*lists, "pipedec,specpipe"])
