@@ -28,7 +28,7 @@ from identity import (
 )
 
 from pipedraft.eval.edge.methods import METHODS, TIMES, Simulation, decode, radio_energy, radio_of
-from pipedraft.inference.edge.channel import PRESETS, Link, Steps
+from pipedraft.inference.edge.channel import NEVER, PRESETS, Link, Steps
 from pipedraft.inference.edge.simulated import Times
 from pipedraft.inference.edge.target_session import SharedTarget
 from pipedraft.inference.rules import ROUND_RULES, RULE_NAMES
@@ -37,7 +37,9 @@ from pipedraft.models.heads.language_model import LanguageModelDraft
 PROMPTS = [[5], [index * 5 % 60 for index in range(29)], [7, 7, 11]]
 NEW_TOKENS = 24
 EOS = 9
-STEADY = {f"{name} steady": replace(link, jitter_s=0.0, loss=0.0) for name, link in PRESETS.items()}
+STEADY = {
+    f"{name} steady": replace(link, jitter_s=NEVER, loss=NEVER) for name, link in PRESETS.items()
+}
 CHANGING = Link(
     up_bytes_per_s=Steps((0.0, 0.4, 0.7), (5e4, 2e3, 1e5), 1.0),
     down_bytes_per_s=Steps((0.0, 0.5), (1e5, 8e3), 1.3),

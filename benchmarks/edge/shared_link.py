@@ -20,7 +20,7 @@ from draft_length import FLEXSPEC, HEADER, make_text
 from pipedraft.eval.edge.methods import TIMES
 from pipedraft.eval.tables import Table, align_columns
 from pipedraft.inference.config import read_cost
-from pipedraft.inference.edge.channel import PRESETS, Channel
+from pipedraft.inference.edge.channel import NEVER, PRESETS, Channel
 
 
 def ms_per_token(network: str, num_users: int, length: int, row: float, seconds: float) -> float:
@@ -31,7 +31,7 @@ def ms_per_token(network: str, num_users: int, length: int, row: float, seconds:
         row: time for a further row in a pass, relative to the first row's.
         seconds: simulated time.
     """
-    channel = Channel(replace(PRESETS[network], jitter_s=0.0, loss=0.0))
+    channel = Channel(replace(PRESETS[network], jitter_s=NEVER, loss=NEVER))
     rng, order = random.Random(0), itertools.count()
     tokens, waiting, batch = [0] * num_users, list[int](), list[int]()
     # One text for all, entered at another place by each user.

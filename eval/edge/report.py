@@ -279,7 +279,8 @@ def constants(rows: Sequence[LatencyRecord], times: Values) -> list[str]:
         found.append(
             f"link {network}: at its beginning {state.up_bytes_per_s * 8e-6:g} Mbit/s up, "
             f"{state.down_bytes_per_s * 8e-6:g} down, round trip {state.round_trip_s * 1e3:g} ms "
-            f"+- {link.jitter_s * 2e3:g}, loss {link.loss:g}, {link.header_bytes} bytes of headers"
+            f"+- {link.jitter_s.at(0.0) * 2e3:g}, loss {link.loss.at(0.0):g}, {link.header_bytes} "
+            f"bytes of headers{'; ' * bool(link.note)}{link.note}"
         )
     found += [f"radio {name}: {values}" for name, values in RADIOS.items()]
     return [*found, f"edge: {EDGE_W:g} W while it drafts"]

@@ -13,7 +13,7 @@ Bandwidth and delay are piecewise constant, so transmission times are exact inte
 import csv
 import math
 from bisect import bisect_left, bisect_right
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -83,6 +83,9 @@ class Steps:
         return [0.0, *accumulate(v * w for v, w in zip(self.values, widths_s, strict=True))]
 
 
+NEVER = Steps.constant(0.0)
+
+
 @dataclass(frozen=True, kw_only=True)
 class LinkState:
     """State of a link at one moment, exact or estimated."""
@@ -102,13 +105,15 @@ class Link:
     down_bytes_per_s: Steps
     delay_s: Steps
     """Delay one way, the same in both directions."""
-    jitter_s: float = 0.0
+    jitter_s: Steps = NEVER
     """Maximum deviation of each message's delay; drawn uniformly from -``jitter_s`` to
     ``jitter_s``, as netem does by default."""
-    loss: float = 0.0
+    loss: Steps = NEVER
     """Loss probability per packet and transmission."""
     header_bytes: int = 62
     """Header bytes per message: IPv4 20, TCP 20, a TLS 1.3 record 22."""
+    note: str = field(default="", compare=False)
+    """What a report should say about the link's source; "": nothing."""
 
     def __post_init__(self) -> None:
         for name in ("up_bytes_per_s", "down_bytes_per_s", "delay_s"):
@@ -120,14 +125,16 @@ class Link:
                     f"link.{name}: from {low} to {high}; give finite numbers of 0 or more, and "
                     "some bandwidth"
                 )
-        check_ranges(self, {"loss": "[0, 1)", "header_bytes": "[0, inf)"}, "link.")
+        check_ranges(self, {"header_bytes": "[0, inf)"}, "link.")
+        check_ranges(SimpleNamespace(loss=self.loss.values), {"loss": "[0, 1)"}, "link.")
         # More jitter than delay would be clamped at 0 in ``transmit``, and raise the mean.
-        longest_s = max(self.delay_s.values)
-        if not 0 <= self.jitter_s <= longest_s:
-            raise ValueError(
-                f"link.jitter_s: {self.jitter_s} either way on a delay of {longest_s}; give 0 up "
-                "to the delay"
-            )
+        for time_s in {*self.jitter_s.starts_s, *self.delay_s.starts_s}:
+            jitter_s, delay_s = self.jitter_s.at(time_s), self.delay_s.at(time_s)
+            if not 0 <= jitter_s <= delay_s:
+                raise ValueError(
+                    f"link.jitter_s: {jitter_s} either way on a delay of {delay_s}; give 0 up to "
+                    "the delay"
+                )
 
     @classmethod
     def constant(
@@ -149,8 +156,8 @@ class Link:
             down_bytes_per_s=Steps.constant(down_mbps * BYTES_PER_MEGABIT),
             # 2e3: half a round trip each way, in milliseconds.
             delay_s=Steps.constant(rtt_ms / 2e3),
-            jitter_s=jitter_ms / 2e3,
-            loss=loss,
+            jitter_s=Steps.constant(jitter_ms / 2e3),
+            loss=Steps.constant(loss),
         )
 
     def state(self, time_s: float) -> LinkState:
@@ -237,7 +244,8 @@ class Channel:
         """Send a message. For each direction, call this in sending order.
 
         A message waits until the one before it has left and that message's lost packets have been
-        resent, because TCP could not deliver it earlier. The link's header is added to
+        resent, because TCP could not deliver it earlier. A later message in flight reveals no loss
+        here, although it could in TCP. The link's header is added to
         ``num_bytes``.
 
         Returns:
@@ -255,9 +263,10 @@ class Channel:
             lane.airtime_s += end_s - start_s
             # The delay begins with the last bit, so read it at that moment.
             delay_s = link.delay_s.at(end_s)
-            if not link.loss:
+            loss = link.loss.at(end_s)
+            if not loss:
                 break
-            is_lost = lane.random.random(len(sizes)) < link.loss
+            is_lost = lane.random.random(len(sizes)) < loss
             sizes = [size for size, lost in zip(sizes, is_lost, strict=True) if lost]
             if not sizes:
                 break
@@ -268,8 +277,8 @@ class Channel:
             if is_lost[-1]:
                 wait_s, num_timeouts = timeout_s(wait_s, num_timeouts), num_timeouts + 1
             start_s = end_s + wait_s
-        if link.jitter_s:
-            delay_s = max(0.0, delay_s + link.jitter_s * lane.random.uniform(-1, 1))
+        if jitter_s := link.jitter_s.at(end_s):
+            delay_s = max(0.0, delay_s + jitter_s * lane.random.uniform(-1, 1))
         lane.free_s = end_s
         # Jitter must not let a message overtake the one before.
         lane.last_arrival_s = max(lane.last_arrival_s, end_s + delay_s)
@@ -415,6 +424,8 @@ TRACE_COLUMNS = {
     "rtt_ms": ("delay_s", 0.5e-3),
     "up_mbps": ("up_bytes_per_s", BYTES_PER_MEGABIT),
     "down_mbps": ("down_bytes_per_s", BYTES_PER_MEGABIT),
+    "loss": ("loss", 1.0),
+    "jitter_ms": ("jitter_s", 0.5e-3),
 }
 """For each column, the field of ``Link`` and the factor that converts to the field's unit."""
 
@@ -423,30 +434,39 @@ def read_trace(path: Path, *, base: Link | None = None) -> Link:
     """Read a link from a CSV file with the column ``t_ms`` and some of ``TRACE_COLUMNS``.
 
     ``t_ms`` starts at 0. A row is valid until the next one, and the last row for as long as the row
-    before it. Other columns, such as signal strength, are ignored. Jitter, loss and missing columns
-    come from ``base``. If the file has round trips, jitter and loss are 0, because the measured
-    round trips contain both.
+    before it. ``loss`` is a fraction of the packets, ``jitter_ms`` a round trip's largest
+    deviation. Other columns, such as signal strength, are ignored. Missing columns come from
+    ``base``. If the file has round trips, missing loss and jitter are 0, because the measured round
+    trips contain both; the link's ``note`` says so if ``base`` has some.
     """
     rows = _trace_rows(path)
     starts_s = tuple(row["t_ms"] / 1e3 for row in rows)
     period_s = (2 * rows[-1]["t_ms"] - rows[-2]["t_ms"]) / 1e3
-    fields: dict[str, Steps | float] = {
-        field: Steps(starts_s, tuple(row[name] * factor for row in rows), period_s)
-        for name, (field, factor) in TRACE_COLUMNS.items()
+    found = {
+        key: Steps(starts_s, tuple(row[name] * factor for row in rows), period_s)
+        for name, (key, factor) in TRACE_COLUMNS.items()
         if name in rows[0]
     }
     missing = [name for name in TRACE_COLUMNS if name not in rows[0]]
-    if base is None and missing:
-        raise ValueError(
-            f"{path}: has no column {missing[0]}; say which link has the rest, as in 5g:{path}"
-        )
-    if not fields:
+    if not found:
         raise ValueError(f"{path}: has none of the columns {', '.join(TRACE_COLUMNS)}; add one")
-    if "delay_s" in fields:
-        fields |= {"jitter_s": 0.0, "loss": 0.0}
+    if base is None and (needed := [name for name in missing if name.endswith(("rtt_ms", "mbps"))]):
+        raise ValueError(
+            f"{path}: has no column {needed[0]}; say which link has the rest, as in 5g:{path}"
+        )
+    note = ""
+    if "delay_s" in found:
+        dropped = {
+            name: TRACE_COLUMNS[name][0] for name in missing if name in ("loss", "jitter_ms")
+        }
+        found |= dict.fromkeys(dropped.values(), NEVER)
+        if lost := [
+            name for name, key in dropped.items() if base and any(getattr(base, key).values)
+        ]:
+            note = f"{' and '.join(lost)} are 0: its round trips contain them; add columns for more"
     try:
         # Without a base the file has columns for every value on which presets differ.
-        return replace(base or PRESETS["5g"], **fields)  # type: ignore[arg-type] # by name
+        return replace(base or PRESETS["5g"], **found, note=note)  # type: ignore[arg-type] # by name
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tiny_models import REPOSITORY
 
 from pipedraft.inference.edge.channel import (
+    NEVER,
     PACKET_BYTES,
     PRESETS,
     Channel,
@@ -33,7 +34,10 @@ MEGABYTE = 8.0  # Mbit/s of 1 MB/s
 def plain_link(**fields: float) -> Link:
     """Return a link with 1 MB/s up, 2 MB/s down, 50 ms one way and no header."""
     link = Link.constant(up_mbps=MEGABYTE, down_mbps=2 * MEGABYTE, rtt_ms=100)
-    return replace(link, **{"header_bytes": 0, **fields})
+    steps = {
+        name: Steps.constant(fields.pop(name)) for name in ("jitter_s", "loss") & fields.keys()
+    }
+    return replace(link, **{"header_bytes": 0, **fields, **steps})
 
 
 def integral(steps: Steps, start_s: float, end_s: float) -> float:
@@ -134,7 +138,7 @@ class Losses:
 
 def extra_s(link: Link, num_bytes: int, *rounds: list[bool]) -> float:
     """Return the seconds that these losses add to a message, without the sending of bits."""
-    channel = Channel(replace(link, loss=0.5))
+    channel = Channel(replace(link, loss=Steps.constant(0.5)))
     channel._lanes["up"].random = Losses(*rounds)  # type: ignore[assignment]
     arrived_s = channel.transmit(0.0, num_bytes, "up")
     return arrived_s - link.delay_s.at(0.0) - channel.traffic("up").airtime_s
@@ -281,7 +285,9 @@ def test_a_trace_is_read_and_repeats(tmp_path: Path) -> None:
     path = write(tmp_path, "t_ms,sinr_db,rtt_ms\n0,9,20\n50,8,40\n130,7,60\n")
     link = load_link(f"wifi:{path}")
     assert link.delay_s == Steps((0.0, 0.05, 0.13), (0.01, 0.02, 0.03), 0.21)
-    assert (link.jitter_s, link.loss) == (0, 0), "a measured round trip has both in it"
+    assert (link.jitter_s, link.loss) == (NEVER, NEVER), "a measured round trip has both in it"
+    assert link.note.startswith("loss and jitter_ms are 0: its round trips contain them")
+    assert load_link(f"5g:{path}").note.startswith("jitter_ms are 0")
     assert link.up_bytes_per_s == PRESETS["wifi"].up_bytes_per_s
     times = {0.0: 0.02, 0.049: 0.02, 0.05: 0.04, 0.2: 0.06, 0.211: 0.02, 0.27: 0.04}
     for time_s, round_trip_s in times.items():
@@ -294,8 +300,33 @@ def test_a_trace_of_bandwidth_keeps_the_delay_of_its_base(tmp_path: Path) -> Non
     assert link.up_bytes_per_s == Steps((0.0, 1.0, 2.0), (1e6, 0.0, 2e6), 3.0)
     assert link.delay_s == PRESETS["4g"].delay_s
     assert (link.jitter_s, link.loss) == (PRESETS["4g"].jitter_s, PRESETS["4g"].loss)
+    assert link.note == ""
     with pytest.raises(ValueError, match=r"trace.csv: has no column rtt_ms; .* 5g:"):
         read_trace(path)
+
+
+def test_a_trace_keeps_its_loss_and_jitter(tmp_path: Path) -> None:
+    columns = "t_ms,up_mbps,down_mbps,rtt_ms,loss,jitter_ms"
+    path = write(tmp_path, f"{columns}\n0,2,10,60,0.005,10\n1000,2,10,60,0.5,0\n")
+    for name in (str(path), f"wifi:{path}"):
+        link = load_link(name)
+        assert link.loss == Steps((0.0, 1.0), (0.005, 0.5), 2.0)
+        assert link.jitter_s == Steps((0.0, 1.0), (0.005, 0.0), 2.0)
+        assert link.note == ""
+    # Each message has the loss and the jitter of its moment.
+    channel = Channel(replace(link, loss=Steps((0.0, 1.0), (0.0, 0.5), 2.0)), seed=0)
+    extra = np.array([channel.transmit(t, 100, "up") - t - 0.03 for t in np.arange(0.0, 400, 0.5)])
+    calm, rough = extra.reshape(-1, 4)[:, :2], extra.reshape(-1, 4)[:, 2:]
+    assert np.ptp(calm[1:, 1]) > 0.008 and (calm[:, 1] < 0.2).mean() > 0.5
+    assert (rough[:, 0] > 0.2).mean() == pytest.approx(0.5, abs=0.2)
+    assert np.ptp(rough[rough < 0.01]) < 1e-9
+
+
+def test_a_column_of_loss_alone_keeps_the_rest_of_its_base(tmp_path: Path) -> None:
+    path = write(tmp_path, "t_ms,loss\n0,0.1\n9,0.2\n")
+    link = load_link(f"wifi:{path}")
+    assert link.loss.values == (0.1, 0.2) and link.jitter_s == PRESETS["wifi"].jitter_s
+    assert link.delay_s == PRESETS["wifi"].delay_s and link.note == ""
 
 
 @pytest.mark.parametrize(
@@ -304,6 +335,8 @@ def test_a_trace_of_bandwidth_keeps_the_delay_of_its_base(tmp_path: Path) -> Non
         ("", "t_ms must rise from 0"),
         ("t_ms,ping\n0,20\n9,20\n", "has none of the columns rtt_ms, up_mbps, down_mbps"),
         ("t_ms,rtt_ms\n0,20\n", "over two rows or more"),
+        ("t_ms,loss\n0,0.1\n9,1\n", "link.loss: 1.0; give at least 0 and below 1"),
+        ("t_ms,rtt_ms,jitter_ms\n0,9,0\n9,20,40\n", "link.jitter_s: 0.02 either way on a delay of"),
         ("t_ms,rtt_ms\n0,20\n50,fast\n", "line 3: could not convert string to float: 'fast'"),
         ("t_ms,rtt_ms\n0,20\n50,nan\n", "line 3: {'"),
         ("t_ms,rtt_ms\n0,20\n50,20\n50,21\n", "t_ms must rise from 0"),

@@ -139,6 +139,14 @@ def test_own_links_are_rows_beside_named_ones(words, tmp_path):
     )
 
 
+def test_the_report_says_that_a_trace_replaces_loss_and_jitter(words, tmp_path, capsys):
+    (tmp_path / "my.csv").write_text("t_ms,rtt_ms\n0,20\n1000,20\n")
+    link = f"wifi:{tmp_path}/my.csv"
+    run([*words, "--methods", "cloud", "--no-lossless", "--links", link, "--out", str(tmp_path)])
+    line = "loss 0, 62 bytes of headers; loss and jitter_ms are 0: its round trips contain them"
+    assert line in capsys.readouterr().out and line in (tmp_path / "report.md").read_text()
+
+
 def test_the_cloud_alone_that_a_row_is_compared_with_has_the_same_times():
     places = {
         LinkRun("cloud", "5g", SimpleNamespace(sampling="0", times=times)).place
