@@ -298,6 +298,28 @@ def test_a_batch_ends_when_it_has_taken_as_long_as_a_verdict():
     assert longest == [8, 3]  # the third draft token of 2 s ends after the 5.25 s of RTT and T_v
 
 
+@pytest.mark.parametrize("acceptance", [0.4, 0.9])
+def test_a_fast_draft_sends_few_messages_per_pass(acceptance):
+    """t_d 5, T_v 120, RTT 20 ms. Without the bound a seldom accepted draft sends 14 per token."""
+    times = Times(draft_s=0.005, verify_s=0.12, cloud_draft_s=0.001)
+    source = BernoulliSource([1, 2, 3], acceptance, seed=1)
+    result, pipeline = run_session(
+        SharedTarget(SMALL),
+        source,
+        [1, 2, 3],
+        times=times,
+        link=Link.constant(up_mbps=10, rtt_ms=20),
+        plan="picospec",
+        policy="geometric",
+        max_new_tokens=60,
+    )
+    assert result.token_ids == greedy_text(SMALL, (1, 2, 3), 200)[:60]
+    sent = pipeline.channel.traffic("up").messages
+    # At most 6 per pass, one when the target is free, the opening and the closing message.
+    assert sent <= 6 * pipeline.now() / times.verify_s + len(result.round_lengths) + 2
+    assert sent <= {0.4: 3.5, 0.9: 1}[acceptance] * result.num_tokens
+
+
 def test_round_costs_are_those_of_the_schedule():
     """t_d 1, T_v 1.5, RTT 3.75; messages without bytes."""
     link = LinkEstimate(EXACT_LINK.state(0.0))

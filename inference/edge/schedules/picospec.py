@@ -11,6 +11,11 @@ if TYPE_CHECKING:
     from ..pipeline import LinkedPipeline
 
 
+BATCHES_PER_PASS = 4
+"""Batches sent in the time of one target pass; at most 6, because batches end with a whole token.
+The next pass verifies all that arrive during a pass, so more batches would only cost messages."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class PicoSpec(LinkSchedule):
     """Drafts during verification and cuts batches by time. The target computes rows early.
@@ -42,6 +47,15 @@ class PicoSpec(LinkSchedule):
     @property
     def max_window(self) -> int | None:
         return 1 if self.serial else self.window
+
+    def holds(self, link: LinkedPipeline) -> bool:
+        # Without batches in flight the target is free, or will be when this batch arrives.
+        if not link.flights:
+            return False
+        interval_s = link.estimates.verify_s / BATCHES_PER_PASS
+        # Half a draft token: the batch ends with the token nearest to the interval.
+        passed_s = link.now() - link.flights[-1].sent_s + link.estimates.draft_s / 2
+        return passed_s < interval_s - 1e-9
 
     def is_late(self, link: LinkedPipeline) -> bool:
         if self.serial or not self.truncate or link.batch is None:

@@ -72,6 +72,10 @@ class LinkSchedule(Schedule):
         """Return the next batch's draft length, given the number of batches since a rejection."""
         return chosen
 
+    def holds(self, link: LinkedPipeline) -> bool:
+        """Return True to draft more tokens into a batch of its planned length."""
+        return False
+
     def is_late(self, link: LinkedPipeline) -> bool:
         """Return True to end the current batch before its planned length."""
         return False
@@ -141,7 +145,8 @@ class LinkSchedule(Schedule):
         link, batch = session.link, session.link.batch
         if batch is None or not batch.num_drafted:
             return False
-        is_full = batch.num_drafted >= batch.size
+        is_full = batch.num_drafted >= MAX_BATCH
+        is_full |= batch.num_drafted >= batch.size and not self.holds(link)
         return is_full or session.end_is_drafted or self.is_late(link)
 
     def _window(self, link: LinkedPipeline) -> int:
