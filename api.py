@@ -48,7 +48,8 @@ from .models.target import choose_decoding_threads, load_target, load_tokenizer
 from .models.transformer.fingerprint import fingerprint_mismatch, read_target, target_fingerprint
 from .pretrained import read_config, silent
 from .train.config import check_run
-from .train.run import methods, run_training
+from .train.methods import methods
+from .train.run import run_training
 
 Place: TypeAlias = str | Path
 """Folder or Hub id."""

@@ -7,8 +7,8 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from io import TextIOWrapper
 from pathlib import Path
 from types import FrameType
@@ -140,6 +140,17 @@ def leave_at_interrupts() -> None:
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _leave)
+
+
+@contextmanager
+def leaving_at_interrupts() -> Iterator[None]:
+    """Let Ctrl-C act as in ``leave_at_interrupts`` inside the block, for imports after options."""
+    leave_at_interrupts()
+    try:
+        yield
+    finally:
+        if signal.getsignal(signal.SIGINT) is _leave:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _leave(number: int, frame: FrameType | None) -> None:

@@ -26,7 +26,7 @@ from pipedraft.options import Options, help_of, typed_fields
 from pipedraft.train.config import EvaluationConfig, OptimConfig, RunConfig
 from pipedraft.train.features.options import FeatureOptions
 from pipedraft.train.help import EXAMPLE
-from pipedraft.train.run import methods
+from pipedraft.train.methods import methods
 from pipedraft.wings import commands_of
 
 REST = "<!-- from here on: python docs/reference.py -->"

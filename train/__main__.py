@@ -12,17 +12,15 @@ The launchers accelerate and torchrun report their own status 1 instead.
 import os
 import sys
 
-from ..endings import leave_at_interrupts, run_command
+from ..endings import leave_at_interrupts, leaving_at_interrupts, run_command
 from .help import EXAMPLE, answer_early
 
 if __name__ == "__main__":
     leave_at_interrupts()
     answer_early(sys.argv[1:])
 
-from ..pretrained import quieten
 from .config import parse_run
-from .plan import Plan
-from .run import methods, registry, run_training
+from .methods import methods
 
 
 def take_plan(arguments: list[str]) -> tuple[list[str], bool]:
@@ -42,9 +40,13 @@ def take_plan(arguments: list[str]) -> tuple[list[str], bool]:
 def main() -> None:
     arguments, wants_plan = take_plan(sys.argv[1:])
     run, model, resolved = parse_run(arguments, methods(), EXAMPLE)
+    with leaving_at_interrupts():  # torch and transformers
+        from ..pretrained import quieten
+        from .plan import Plan
+        from .run import registry, run_training
     quieten()
     if wants_plan:
-        print(Plan(run, model, registry()[run.method][1]).report())
+        print(Plan(run, model, registry()[run.method]).report())
         return
     run_training(run, model, resolved)
 

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args, get_type_hints
 
 from jsonargparse import ArgumentError, ArgumentParser, Namespace, set_parsing_settings
 
-from ..data_recipes.recipe import DataConfig
+from ..data_recipes.config import DataConfig
 from ..errors import UsageError, check_ranges, nearest
 from ..files import Values, read_yaml
 from ..options import HELP_FLAGS, explain, parse, parse_values

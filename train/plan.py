@@ -32,7 +32,8 @@ from .features.partial_target import decoder_config, weightless_draft
 from .launch import resolve_dtype, resolve_precision
 from .log import flop_counter
 from .loop import EVALUATED_ROWS
-from .objective import DraftObjective, StartConfig
+from .methods import StartConfig
+from .objective import DraftObjective
 
 
 class LiveBytes(TorchDispatchMode):

@@ -27,10 +27,10 @@ from ...weights import check_finite, tensor_shapes
 from ..speed.cpu import lay_out
 from ..speed.rounded import round_head
 from ..target import StagedTarget, fingerprint_mismatch, target_fingerprint
-from ..transformer.boundaries import stage_boundaries
 from ..transformer.decoder import norm_factor
 from ..transformer.fingerprint import HEAD
 from ..transformer.layers import DecoderLayer, LayerConfig, RMSNorm, RotaryEmbedding
+from .configs import StagedDraftConfig
 
 CONFIG_FILE = "config.json"
 MAX_CONFIG_BYTES = 2**22  # a checkpoint may come from anybody: bound what is parsed
@@ -468,25 +468,6 @@ def draft_vocabulary(token_counts_V: Tensor, size: int) -> Tensor:
 # -- drafts of a target cut into stages -------------------------------------------------------
 
 # H hidden, U draft vocabulary
-
-
-@dataclass(frozen=True, kw_only=True)
-class StagedDraftConfig:
-    num_stages: int = 4
-    """n: pipeline stages in the target."""
-    boundaries: tuple[int, ...] = ()
-    """Stage boundaries 0..L for an intentionally uneven split; empty: as even as possible."""
-    num_target_layers: int = 0
-    """L, the target's layer count; filled in from the target."""
-    draft_vocab_size: int | None = None
-    """U: draft vocabulary size (most frequent training tokens); None: the target's vocabulary."""
-    share_head: bool = False
-    """Use the target's LM head, restricted to the draft vocabulary: not trained, not saved."""
-
-    @property
-    def cut(self) -> tuple[int, ...]:
-        """Stage boundaries 0..L, computed if none are given."""
-        return self.boundaries or stage_boundaries(self.num_target_layers, self.num_stages)
 
 
 class StagedDraft(Draft):

@@ -19,8 +19,9 @@ from pipedraft.endings import run_command
 from pipedraft.train.__main__ import main
 from pipedraft.train.config import parse_run
 from pipedraft.train.log import flop_counter
+from pipedraft.train.methods import methods
 from pipedraft.train.plan import LiveBytes, Plan, all_counted
-from pipedraft.train.run import methods, registry
+from pipedraft.train.run import registry
 
 TOKENS, ROWS = 192, 4
 
@@ -28,7 +29,7 @@ TOKENS, ROWS = 192, 4
 def plan_of(world: World, method: str, folder, **changes) -> Plan:
     changes = {"data__max_length": TOKENS, "batch_tokens": TOKENS * ROWS, **changes}
     run, model, _ = parse_run(world.arguments(method, folder, **changes), methods(), "")
-    return Plan(run, model, registry()[method][1])
+    return Plan(run, model, registry()[method])
 
 
 def counted(objective, precision: str) -> tuple[LiveBytes, LiveBytes, float]:

@@ -9,7 +9,7 @@ from tiny_models import REPOSITORY
 from pipedraft.data_recipes.config import Source
 from pipedraft.errors import UsageError
 from pipedraft.train.config import parse_run
-from pipedraft.train.run import methods
+from pipedraft.train.methods import methods
 
 
 def parse(*arguments: str):

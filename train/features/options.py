@@ -5,9 +5,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from ...options import Options, option
+from ..config import RunConfig, parse_run
+from ..methods import methods
 
 if TYPE_CHECKING:
-    pass
+    from _typeshed import DataclassInstance
 
 EXAMPLE = """example:
   pipedraft train features --config configs/spd/tiny.yaml --out out/features
@@ -47,3 +49,33 @@ class FeatureOptions(Options):
     """python executable in the environment with the engine"""
     estimate: bool = False
     """print every head's bytes per token and exit"""
+
+
+@dataclass(frozen=True)
+class Head:
+    """Draft head to train from a dump, with its name in tables, its run and its network."""
+
+    name: str
+    run: RunConfig
+    model: "DataclassInstance"
+
+
+def read_heads(arguments: list[str], also: list[str]) -> list[Head]:
+    """Return the heads for one dump, from the command line and from each file in ``also``."""
+    heads = [parse_run(arguments, methods(), EXAMPLE)[:2]]
+    heads += [parse_run(["--config", path], methods(), EXAMPLE)[:2] for path in also]
+    first = heads[0][0]
+    for name, value in (("shard_target", first.shard_target), ("features", first.features)):
+        if value:
+            raise ValueError(
+                f"{name}: {value}, but every process here runs the whole target; leave it out"
+            )
+    for run, _ in heads:
+        if run.target is None:
+            raise ValueError("target: missing; name the folder or Hub id of the frozen target")
+        if (run.target, run.target_revision) != (first.target, first.target_revision):
+            raise ValueError(
+                f"also: a head of {run.target}, the first one's target is {first.target}; make a "
+                "dump for each target"
+            )
+    return [Head(f"{run.method} ({run.output_dir.name})", run, model) for run, model in heads]

@@ -18,8 +18,9 @@ from pipedraft.models import load_draft
 from pipedraft.models.exchange.chain import best_chain
 from pipedraft.models.exchange.export import Origin, export
 from pipedraft.models.exchange.peers import import_head
+from pipedraft.models.heads.configs import Eagle3Config
 from pipedraft.models.heads.draft import TargetReference
-from pipedraft.models.heads.eagle3 import Eagle3, Eagle3Config
+from pipedraft.models.heads.eagle3 import Eagle3
 from pipedraft.models.target import target_fingerprint
 from pipedraft.models.transformer.fingerprint import read_target
 from pipedraft.models.transformer.layers import LayerConfig
