@@ -152,7 +152,7 @@ def export(
         if simulators is not None:
             (temporary / SIMULATORS_FILE).write_bytes(simulators)
 
-    return write_folder(out, fill, inputs=[folder])
+    return write_folder(out, fill, inputs=[folder], replaces=ORIGIN_FILE)
 
 
 def load_head(folder: Path, layout: str, kinds: Sequence[str]) -> tuple[Draft, Description]:

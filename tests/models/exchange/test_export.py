@@ -271,6 +271,7 @@ def test_the_command_prints_the_files_and_how_to_launch(tmp_path, monkeypatch, c
     for layout, words in (
         ("sglang", ["sglang.launch_server", "--speculative-algorithm EAGLE3"]),
         ("speculators", ["vllm serve", '"method": "eagle3"']),
+        ("vllm", ["vllm serve", '"method": "eagle3"']),
     ):
         out = tmp_path / layout
         assert call("models", command(folder, layout, out), monkeypatch) == 0
@@ -282,6 +283,21 @@ def test_the_command_prints_the_files_and_how_to_launch(tmp_path, monkeypatch, c
         for word in (*words, str(out), str(tmp_path / "target")):
             assert word in line
     assert not list(tmp_path.glob(".*"))
+
+
+def test_an_export_is_replaced_and_other_folders_are_not(tmp_path, monkeypatch, capfd):
+    folder, out = make_checkpoint(tmp_path, draft_vocab_size=20), tmp_path / "out"
+    words = command(folder, "vllm", out)
+    assert call("models", words, monkeypatch) == 0
+    (out / "config.json").write_text("{}")
+    assert call("models", words, monkeypatch) == 0
+    assert (out / "config.json").read_text() != "{}"
+    (out / "notes.txt").write_text("mine")
+    assert call("models", words, monkeypatch) == 2
+    assert "did not write" in capfd.readouterr().err and (out / "notes.txt").exists()
+    (out / "pipedraft.json").unlink()
+    assert call("models", words, monkeypatch) == 2
+    assert "holds other files; give another folder" in capfd.readouterr().err
 
 
 def test_the_best_chain_weighs_tokens_against_draft_passes():
