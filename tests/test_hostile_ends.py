@@ -46,7 +46,7 @@ def wrapped(outer: Exception, inner: Exception) -> Exception:
         (wrapped(RuntimeError("of a library"), os_error(errno.ENOSPC, "a")), 1, "'a': No space"),
         (wrapped(UsageError("--out: no"), os_error(errno.ENOSPC, "a")), 1, "error: --out: no"),
         (SafetensorError("IoError: no space"), 1, "error: IoError: no space"),
-        (Exception("No space left on device (os error 28)"), 1, "No space left"),  # tokenizers'
+        (Exception("No space (os error 28)"), 1, "(os error 28); make room"),  # tokenizers'
         (MemoryError(), 1, "memory: not enough"),
         (ModuleNotFoundError("no", name="peft.tuners"), 2, "pip install 'pipedraft[peft]'"),
         (UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"), 2, "not UTF-8"),

@@ -19,6 +19,8 @@ if __name__ == "__main__":
     leave_at_interrupts()
     answer_early(sys.argv[1:])
 
+from ..data_recipes.sources import list_files
+from ..model_names import check_names
 from .config import parse_run
 from .methods import methods
 
@@ -40,13 +42,17 @@ def take_plan(arguments: list[str]) -> tuple[list[str], bool]:
 def main() -> None:
     arguments, wants_plan = take_plan(sys.argv[1:])
     run, model, resolved = parse_run(arguments, methods(), EXAMPLE)
+    check_names({"target": run.target})
+    for source in run.data.sources:
+        list_files(source)
     with leaving_at_interrupts():  # torch and transformers
         from ..pretrained import quieten
         from .plan import Plan
         from .run import registry, run_training
     quieten()
     if wants_plan:
-        print(Plan(run, model, registry()[run.method]).report())
+        for line in Plan(run, model, registry()[run.method]).lines():
+            print(line, flush=True)
         return
     run_training(run, model, resolved)
 

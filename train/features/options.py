@@ -1,11 +1,11 @@
 """Options of `pipedraft train features`."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from ...options import Options, option
-from ..config import RunConfig, parse_run
+from ...options import Options, flag_of, option
+from ..config import RunConfig, check_run_flags, parse_run
 from ..methods import methods
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class FeatureOptions(Options):
     """storage dtype"""
     also: tuple[str, ...] = option((), metavar="CONFIG", repeated=True)
     """configuration of another head that will read the same states; repeatable"""
-    shard_mb: float = option(512.0, metavar="MB", flag="--shard_mb")
+    shard_mb: float = option(512.0, metavar="MB")
     """size per file, in MB"""
     engine: Literal["vllm"] | None = None
     """run the target in this engine; default: in this process"""
@@ -62,6 +62,7 @@ class Head:
 
 def read_heads(arguments: list[str], also: list[str]) -> list[Head]:
     """Return the heads for one dump, from the command line and from each file in ``also``."""
+    check_run_flags(arguments, methods(), [flag_of(part) for part in fields(FeatureOptions)])
     heads = [parse_run(arguments, methods(), EXAMPLE)[:2]]
     heads += [parse_run(["--config", path], methods(), EXAMPLE)[:2] for path in also]
     first = heads[0][0]
