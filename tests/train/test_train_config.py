@@ -69,7 +69,7 @@ def test_the_resolved_configuration_reads_back_as_the_same_run(base, tmp_path):
         (["--max_steps", "ten"], ["max_steps", "ten", "int or"]),
         (["--optim.lr", "fast"], ["optim.lr", "fast", "float"]),
         (["--optim.schedule", "liner"], ["optim.schedule", "liner", "'linear'"]),
-        (["--model.loss", "mse"], ["model.loss", "mse", "'kl'", "'tv'"]),
+        (["--model.loss", "mse"], ["model.loss", "mse", "kl, tv", "lk_hybrid"]),
         (["--model.full_probability", "5"], ["model.full_probability", "5", "at most 1"]),
         (["--batch_tokens", "0"], ["batch_tokens", "0", "at least 1"]),
         (["--max_steps", "0"], ["max_steps", "0", "leave it out"]),
