@@ -184,6 +184,7 @@ class FirstLibrary:
             print("up", flush=True)
             time.sleep(999)  # a machine may be slow, and another one fast
 sys.meta_path.insert(0, FirstLibrary)
+sys.argv += ["--config", "configs/spd/tiny.yaml"]
 runpy.run_module('{}', run_name='__main__')
 """
 RANKS = """
@@ -201,7 +202,11 @@ run_ranks(2, [sys.executable, "-c", program])
 )
 def test_ctrl_c_ends_a_command_at_once_and_in_one_line(program):
     process = subprocess.Popen(
-        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", program],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=REPOSITORY,
     )
     assert process.stdout is not None and process.stdout.readline() == "up\n"
     process.send_signal(signal.SIGINT)
