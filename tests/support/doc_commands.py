@@ -197,9 +197,10 @@ def read(module: str, words: list[str]) -> None:
             script.read(words)
     elif module == "pipedraft.data_recipes":
         from pipedraft.data_recipes.options import build_parser
+        from pipedraft.options import parse
 
         parser = build_parser()
-        parser.instantiate(parser.parse_args(words))
+        parser.instantiate(parse(parser, words))
     else:
         with stopping_after_the_parser(), pytest.raises(Parsed):
             run_module(module, words)
