@@ -83,9 +83,10 @@ def main() -> None:
         print(usage(), file=sys.stderr)
         sys.exit(2)
     name, *arguments = sys.argv[1:]
-    if name in ("-h", "--help"):
-        print(usage())
-        return
+    if name in ("-h", "--help", "--help-all"):
+        from .endings import show_help
+
+        show_help(usage())
     if name == "--version":
         print(f"pipedraft {__version__}")
         return

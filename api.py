@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 from accelerate.state import AcceleratorState
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -39,7 +39,8 @@ from .inference.shapes import TreeShape
 from .inference.sources import default_schedule
 from .inference.sources.lookup import Lookup, make_lookup
 from .models import load_draft
-from .models.exchange.export import Layout, export
+from .models.exchange.commands import FORMATS
+from .models.exchange.export import export
 from .models.exchange.hub import check_repo_id, fill_upload, push
 from .models.heads.draft import Draft, resolve_folder
 from .models.heads.language_model import LanguageModelDraft, load_draft_model, model_folder
@@ -48,7 +49,8 @@ from .models.target import choose_decoding_threads, load_target, load_tokenizer
 from .models.transformer.fingerprint import fingerprint_mismatch, read_target, target_fingerprint
 from .pretrained import read_config, silent
 from .train.config import check_run
-from .train.run import methods, run_training
+from .train.methods import methods
+from .train.run import run_training
 
 Place: TypeAlias = str | Path
 """Folder or Hub id."""
@@ -312,16 +314,23 @@ class TrainedHead:
             )
             return push(Path(out), repo, revision=revision, private=private, message=message)
 
-    def export(self, format: Layout, out: Place, *, target: str | None = None) -> list[Path]:
+    def export(
+        self,
+        format: Literal["sglang", "vllm", "speculators"],
+        out: Place,
+        *,
+        target: str | None = None,
+    ) -> list[Path]:
         """Write the head in a serving engine's format, and return the files.
 
         Args:
-            format: "sglang" (the EAGLE authors' layout) or "speculators" (vLLM's).
+            format: "sglang" (the EAGLE authors' layout), or "vllm" (speculators').
             target: name by which the engine loads the target. None uses the name from training.
         """
-        if format not in ("sglang", "speculators"):
-            raise ValueError(f"format: {format!r} is unknown; give sglang or speculators")
-        return export(resolve_folder(str(self.folder)), format, Path(out), target=target)
+        layout = FORMATS.get(format)
+        if layout is None or layout == "gguf":
+            raise ValueError(f"format: {format!r} is unknown; give sglang or vllm")
+        return export(resolve_folder(str(self.folder)), layout, Path(out), target=target)
 
 
 def train_head(

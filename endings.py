@@ -7,11 +7,12 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from io import TextIOWrapper
 from pathlib import Path
 from types import FrameType
+from typing import NoReturn
 
 from safetensors import SafetensorError
 
@@ -83,15 +84,22 @@ def run_command(main: Callable[[], None]) -> None:
         sys.exit(status)
 
 
-ALIASES = {"num_stages": "--stages"}
-"""Field -> its option, where the names differ."""
+ALIASES = {
+    "num_stages": "--stages",
+    "output_dir": "--out",
+    "data.sources": "--data",
+    "sources.path": "--data",
+}
+"""Field -> its option, or another one for it, where the names differ."""
 
 
 def as_typed(message: str, words: Sequence[str]) -> str:
     """Begin a message with the option as the user typed it, instead of the field's name."""
     field, colon, rest = message.partition(": ")
+    name = field.removeprefix("--")
     typed = {word.partition("=")[0] for word in words if word.startswith("--")}
-    for flag in (ALIASES.get(field, ""), f"--{field}", flag_name(field)):
+    underscored = f"--{name.replace('-', '_')}"
+    for flag in (ALIASES.get(name, ""), f"--{name}", flag_name(name), underscored):
         if colon and flag in typed:
             return f"{flag}: {rest}"
     return message
@@ -142,6 +150,17 @@ def leave_at_interrupts() -> None:
         signal.signal(signal.SIGINT, _leave)
 
 
+@contextmanager
+def leaving_at_interrupts() -> Iterator[None]:
+    """Let Ctrl-C act as in ``leave_at_interrupts`` inside the block, for imports after options."""
+    leave_at_interrupts()
+    try:
+        yield
+    finally:
+        if signal.getsignal(signal.SIGINT) is _leave:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def _leave(number: int, frame: FrameType | None) -> None:
     os.write(2, b"error: interrupted\n")
     os._exit(130)
@@ -163,7 +182,8 @@ def _status(error: Exception) -> tuple[int, str] | None:
         return (2, fix) if module in EXTRAS else None
     # File readers explain their own errors; tokenizers raises bare exceptions, at a full disk, too.
     if isinstance(error, Failure | SafetensorError) or type(error) is Exception:
-        return 1, str(error)
+        is_full = "(os error 28)" in str(error)  # from Rust, without a path
+        return 1, str(error) + "; make room, and run the same command again" * is_full
     if isinstance(error, RuntimeError) and str(error).startswith(LINK_LOOP):
         return 2, f"{str(error).removeprefix(LINK_LOOP)}: a link that leads back to itself"
     if isinstance(error, MemoryError):
@@ -172,6 +192,14 @@ def _status(error: Exception) -> tuple[int, str] | None:
         is_input = isinstance(error, INPUT_ERRORS) or error.errno in INPUT_CODES
         return 2 if is_input else 1, describe_os_error(error)
     return (2, str(error)) if isinstance(error, ValueError) else None
+
+
+def show_help(text: str) -> NoReturn:
+    """Print a help text and exit. A reader that closes its pipe, such as head, is no error."""
+    with suppress(BrokenPipeError):
+        print(text, flush=True)
+    _forget_output()
+    sys.exit(0)
 
 
 def _forget_output() -> None:

@@ -124,3 +124,20 @@ def first_line(error: Exception) -> str:
     if lines[0].endswith(":"):  # the reason follows
         return " ".join(" ".join(lines).split()).rstrip(".")
     return lines[0].rstrip(".")
+
+
+def did_you_mean(text: str) -> str:
+    """Suggest the nearest existing path, as the end of a message."""
+    place = Path(text).parts[0] if text.startswith("/") else "."
+    parts = Path(text).parts[1:] if text.startswith("/") else Path(text).parts
+    for part in parts:
+        here = Path(place)
+        try:
+            names = sorted(entry.name for entry in here.iterdir())
+        except OSError:
+            return ""
+        near = [part] if part in names else difflib.get_close_matches(part, names, 1, 0.75)
+        if not near:
+            return ""
+        place = str(here / near[0])
+    return "" if place == str(Path(text)) else f", did you mean {place}?"

@@ -266,7 +266,11 @@ def _on_one_line(found: re.Match[str]) -> str:
 
 
 def write_folder(
-    out: Path, fill: Callable[[Path], None], *, inputs: Sequence[Path] = (), replaces: bool = False
+    out: Path,
+    fill: Callable[[Path], None],
+    *,
+    inputs: Sequence[Path] = (),
+    replaces: bool | str = False,
 ) -> list[Path]:
     """Write all files, then create the output folder by one rename. Return the files.
 
@@ -274,7 +278,8 @@ def write_folder(
         out: must be new or empty.
         fill: writes the files into the folder it receives.
         inputs: folders that are read. ``out`` must not equal, contain or be inside one of them.
-        replaces: also accept a folder with files, if ``fill`` writes all of them again.
+        replaces: also accept a folder with files, if ``fill`` writes all of them again. A file's
+            name: only if the folder has this file, which shows that the same command wrote it.
 
     Raises:
         UsageError: ``out`` has other content, is no folder, or cannot be created.
@@ -289,8 +294,10 @@ def write_folder(
             )
     old = {path.name for path in place.iterdir()} if place.is_dir() else set()
     is_other = place.exists() and not place.is_dir()
-    if place == Path.cwd() or is_other or (old and not replaces):
-        raise UsageError(f"--out: {str(out)!r} is in use; give another folder")
+    may_replace = replaces in old if isinstance(replaces, str) else replaces
+    if place == Path.cwd() or is_other or (old and not may_replace):
+        found = "is no folder" if is_other else "holds other files"
+        raise UsageError(f"--out: {str(out)!r} {found}; give another folder")
     make_folder("--out", place.parent)
     try:
         with tempfile.TemporaryDirectory(

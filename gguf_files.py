@@ -37,7 +37,7 @@ def convert_gguf(file: Path, out: Path, *, field: str = "target") -> list[Path]:
 
     Raises:
         ValueError: the file is broken, or transformers cannot read its model family.
-        UsageError: ``out`` is in use.
+        UsageError: ``out`` holds other files.
     """
     return write_folder(out, partial(_fill_from_gguf, file=file, field=field))
 

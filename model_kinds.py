@@ -28,6 +28,8 @@ ADAPTER_WEIGHTS = (
     "pytorch_lora_weights.safetensors",
 )
 """Weights of peft (two forms), mlx-lm, AdapterHub's adapters, and diffusers."""
+HEAD_ROPES = ("default", "linear", "llama3", "yarn", "dynamic")
+"""Rotary position types computed by heads as in transformers."""
 UNMERGED = re.compile("PROMPT|PREFIX|P_TUNING|CPT|CARTRIDGE")
 """Kinds of peft that add tokens or states, and leave the model's weights alone."""
 

@@ -18,10 +18,10 @@ group.
 import argparse
 import difflib
 import inspect
+import json
 import math
 import re
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
 from functools import cache
 from itertools import zip_longest
@@ -33,7 +33,8 @@ from typing import Any, ClassVar, Literal, Self, TypeVar, get_args, get_origin, 
 import yaml
 from jsonargparse import ArgumentError, ArgumentParser, Namespace, get_loader, set_loader
 
-from .errors import UsageError, flag_name, nearest
+from .endings import show_help
+from .errors import UsageError, did_you_mean, flag_name, nearest
 from .files import Values, check_yaml
 
 Reader = Callable[[Any], Any]
@@ -88,11 +89,19 @@ class Options:
                     raise UsageError(f"{flag_of(part)}: {one}; give at least {least}")
         for group in (*self.ONE_OF, *self.AT_MOST_ONE):
             given = [name for name in group if getattr(self, name) not in (None, (), False)]
-            flags = [flag_name(name) for name in (given or group)]
+            flags = [flag_name(name) for name in (given or self._usual(group))]
             if not given and group in self.ONE_OF:
                 raise UsageError(f"{' or '.join(flags)}: missing; see --help for an example")
             if len(given) > 1:
                 raise UsageError(f"{flags[1]}: not allowed with {flags[0]}; leave one out")
+
+    def _usual(self, names: Sequence[str]) -> Sequence[str]:
+        """Leave out rare options, if no other option of their class is given."""
+        parts = {part.name: part for part in fields(self)}
+        used = {owner_of(type(self), x) for x in parts.values() if vars(self)[x.name] != x.default}
+        owners = {name: owner_of(type(self), parts[name]) for name in names}
+        is_usual = {x: vars(owners[x]).get("IN_SHORT_HELP", True) for x in names}
+        return [x for x in names if is_usual[x] or owners[x] in used]
 
     @classmethod
     def parser(cls, *, shows_help: bool = True, is_short: bool = False) -> ArgumentParser:
@@ -115,15 +124,22 @@ class Options:
             allow_abbrev=False,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
+        if is_short:
+            cls.add_to(parser, shows_help, is_short)
         parser.add_argument("--config", action="config", help="YAML file of options")
-        cls.add_to(parser, shows_help, is_short)
+        if not is_short:
+            cls.add_to(parser, shows_help, is_short)
+        tidy(parser, is_short=is_short)
         return parser
 
     @classmethod
     def add_to(cls, parser: ArgumentParser, shows_help: bool, is_short: bool) -> None:
         groups: dict[type, Group] = {cls: parser}
-        for part, hint in typed_fields(cls):
-            owner = next(c for c in reversed(cls.__mro__) if part.name in own_annotations(c))
+        parts = typed_fields(cls)
+        if is_short:  # the command's own options first, then those of the classes below it
+            parts = sorted(parts, key=lambda part: cls.__mro__.index(owner_of(cls, part[0])))
+        for part, hint in parts:
+            owner = owner_of(cls, part)
             is_rare = is_short and not vars(owner).get("IN_SHORT_HELP", True)
             if is_rare or part.metadata.get("hidden"):
                 continue
@@ -167,7 +183,7 @@ class Options:
         rest: list[str] = []
         at = 0
         while at < len(words):
-            flag, has_value, _ = words[at].partition("=")
+            flag, has_value, _ = as_declared(words[at], takes).partition("=")
             size = 1 + (takes.get(flag, False) and not has_value)
             (own if flag in takes or flag in HELP_FLAGS else rest).extend(words[at : at + size])
             at += size
@@ -201,6 +217,24 @@ def own_annotations(kind: type) -> Mapping[str, object]:
 def typed_fields(kind: type) -> list[tuple[OptionField, Any]]:
     hints = get_type_hints(kind)
     return [(part, hints[part.name]) for part in fields(kind)]
+
+
+def owner_of(kind: type, part: OptionField) -> type:
+    """Return the first class that has the field."""
+    return next(c for c in reversed(kind.__mro__) if part.name in own_annotations(c))
+
+
+def tidy(parser: ArgumentParser, *, is_short: bool = False) -> None:
+    """Show plain names for values in the help, and leave out jsonargparse's own options."""
+    for action in parser._actions:
+        if action.dest.endswith(".help") or (is_short and action.dest == "print_config"):
+            action.help = argparse.SUPPRESS
+        if "." in action.dest and action.metavar is None and action.nargs != 0:
+            action.metavar = action.dest.rpartition(".")[2].upper()
+        if action.dest == "data" and action.metavar == "CONFIG":
+            action.metavar = "FILE"
+            action.help = "files, folders or Hub ids with commas; or the section's YAML file"
+        action.help = (action.help or "").replace("``", "") or None
 
 
 def flag_of(part: OptionField) -> str:
@@ -320,6 +354,59 @@ REFUSALS = (ArgumentError, TypeError, ValueError, RecursionError)
 """What jsonargparse raises for bad input."""
 REPLACED = ("--data.sources", "--data.decontaminate")
 """Lists of objects: a later one replaces an earlier one, which the parser would merge instead."""
+SYNONYMS = {"--out": "--output_dir"}
+"""Flag -> the flag for it in a parser that has no such flag."""
+ELSEWHERE = {
+    **dict.fromkeys(("learning_rate", "learning-rate"), "optim.lr"),
+    **dict.fromkeys(("batch_size", "batch-size", "per_device_train_batch_size"), "batch_tokens"),
+    **dict.fromkeys(("num_epochs", "num-epochs", "num_train_epochs"), "epochs"),
+    **dict.fromkeys(("max_length", "max-length", "max_seq_length"), "data.max_length"),
+    **dict.fromkeys(("model", "model_name_or_path", "target_model_path"), "target"),
+    **dict.fromkeys(("dataset", "train_data_path", "train-data-path"), "data"),
+    "report_to": "trackers",
+}
+"""Names in other packages -> ours, for hints."""
+
+
+def as_declared(word: str, flags: Collection[str]) -> str:
+    """Return a word with its flag as in ``flags``, if only hyphens and underscores differ."""
+    name, equals, value = word.partition("=")
+    if name.startswith("--") and name not in flags:
+        own = name[2:]
+        spellings = (f"--{own.replace('-', '_')}", flag_name(own), SYNONYMS.get(name, ""))
+        name = next((flag for flag in spellings if flag in flags), name)
+    return name + equals + value
+
+
+def sources_of(text: str, flag: str) -> str | None:
+    """Return the list for a bare file, folder or Hub id, or a comma list of them.
+
+    None if the text is a list already.
+    """
+    if text.lstrip()[:1] in ("", "[", "{"):
+        return None
+    paths = [text] if Path(text).exists() else [path.strip() for path in text.split(",")]
+    return json.dumps([{"path": x} for x in paths] if flag == "--data.sources" else paths)
+
+
+def with_sources(words: Sequence[str], flags: Collection[str]) -> list[str]:
+    """Return the words with bare files for --data and for ``REPLACED`` written as lists of sources.
+
+    A YAML file for --data stays what it is, the settings of the section.
+    """
+    given = list(words)
+    for at, word in enumerate(given):
+        name, equals, value = word.partition("=")
+        if name not in ("--data", *REPLACED) or "--data.sources" not in flags:
+            continue
+        value = value if equals else "".join(given[at + 1 : at + 2])
+        is_section = name == "--data" and Path(value).suffix in (".yaml", ".yml")
+        name = "--data.sources" if name == "--data" else name
+        if not is_section and (sources := sources_of(value, name)) is not None:
+            end = at + 1 + (not equals)
+            # One word, so that a list keeps its place in the command line.
+            given[at:end] = [f"{name}={sources}"] + [""] * (end - at - 1)
+    return [word for word, old in zip_longest(given, words) if word or word == old]
 
 
 def parse(parser: ArgumentParser, words: Sequence[str]) -> Namespace:
@@ -329,9 +416,10 @@ def parse(parser: ArgumentParser, words: Sequence[str]) -> Namespace:
         UsageError: one line with the option, the value and the fix.
     """
     if any(word in HELP_FLAGS for word in words):
-        print(parser.format_help())
-        sys.exit(0)
+        show_help(parser.format_help())
     set_loader("yaml", load_bounded_yaml, (yaml.YAMLError,))
+    flags = flags_of(parser)
+    words = with_sources([as_declared(word, flags) for word in words], flags)
     given: list[str] = []
     for word, after in zip_longest(words, words[1:], fillvalue=""):
         name, _, value = word.partition("=")
@@ -340,7 +428,24 @@ def parse(parser: ArgumentParser, words: Sequence[str]) -> Namespace:
     try:
         return parser.parse_args(given)
     except REFUSALS as error:
+        check_flags(words, parser)  # a missing option may be the one misspelled
         raise UsageError(explain(error, parser)) from error
+
+
+def flags_of(parser: ArgumentParser) -> list[str]:
+    every = (flag for action in parser._actions for flag in action.option_strings)
+    return [flag for flag in every if flag.startswith("--")]
+
+
+def check_flags(words: Sequence[str], parser: ArgumentParser, beside: Sequence[str] = ()) -> None:
+    """Raise UsageError for the first flag neither in the parser nor in ``beside``."""
+    flags = [*flags_of(parser), *beside]
+    for word in words:
+        name = as_declared(word, flags).partition("=")[0].rstrip("+")
+        # A dictionary's keys are flags, too, which no list contains.
+        is_key = any(name.startswith(f"{flag}.") for flag in flags)
+        if re.fullmatch(r"--[a-zA-Z][\w.-]*", name) and name not in flags and not is_key:
+            raise UsageError(_unknown(name, parser, beside))
 
 
 def parse_values(parser: ArgumentParser, values: Values) -> Namespace:
@@ -400,6 +505,22 @@ def explain(error: Exception, parser: ArgumentParser) -> str:
         return f"{key}{found[2]!r} is unknown; {nearest(found[2], known, 0.5)} (see --help)"
     for name in ("<class '", "'>", "typing."):
         text = text.replace(name, "")
+    if found := re.match(
+        r"--(model|optim|evaluation|data): Unable to load config '(.*?)'", key + text
+    ):
+        section, value = found.groups()
+        target = ", or the target as --target NAME" * (section == "model")
+        return (
+            f"--{section}: {value!r} is no YAML file with this section's keys; give one, or "
+            f"--{section}.KEY VALUE{target} (see --help)"
+        )
+    if found := re.fullmatch(r"--config: File does not exist: '(.*)'", text):
+        name = found[1].removeprefix(f"{Path.cwd()}/")
+        return f"--config: no file {name}{did_you_mean(name)}; give a YAML file"
+    text = re.sub(r"^(--([\w.-]+): )\2: ", r"\1", text)  # a value's reader may name it, too
+    if found := re.fullmatch(r"(.*)Expected a Literal\[(.*)\]\. Got value: (.*)", text):
+        known = re.findall(r"'([^']*)'", found[2])
+        return f"{key}{found[1]}{found[3]!r} is unknown; {nearest(found[3], known)} (see --help)"
     return f"{key}{text} (see --help)"
 
 
@@ -411,12 +532,14 @@ def _shown(name: str, parser: ArgumentParser) -> str:
     return name
 
 
-def _unknown(key: str, parser: ArgumentParser) -> str:
+def _unknown(key: str, parser: ArgumentParser, beside: Sequence[str] = ()) -> str:
     """Return an error about the unknown ``key``, with a hint at the nearest flag or file key."""
     start = "--" if key.startswith("--") else ""
-    flags = [f[2:] for action in parser._actions for f in action.option_strings if f[:2] == "--"]
+    flags = [flag[2:] for flag in (*flags_of(parser), *beside)]
     names = [*flags, *(flag.rpartition(".")[2] for flag in flags)]  # the last part alone, too
-    near = difflib.get_close_matches(key[len(start) :], names, 1)
+    own = key[len(start) :]
+    near = [ELSEWHERE[own]] if ELSEWHERE.get(own) in flags else []
+    near = near or difflib.get_close_matches(own, names, 1)
     near = near or difflib.get_close_matches(key.rpartition(".")[2], names, 1)
     whole = next((flag for flag in flags if near and f".{flag}".endswith(f".{near[0]}")), None)
     if whole is None:

@@ -4,16 +4,13 @@ Code from a model's folder never runs, pickled weights are never opened, and no 
 random initial value.
 """
 
-import difflib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from logging import LogRecord, getLogger
-from pathlib import Path
 from typing import Any, cast
 
 import torch
-from huggingface_hub import constants
 from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
@@ -45,6 +42,7 @@ from .model_kinds import (
     check_tensors,
     is_for_cache_alone,
 )
+from .model_names import check_exists
 from .weights import check_finite, model_file, no_weights, plain_files, stored_dtypes
 
 
@@ -304,48 +302,6 @@ def _refuse_code(settings: Values, file: str, field: str, name: str) -> None:
             f"{field}: {str(name)!r} names Python code of its own in {file} (auto_map), which is "
             "never run; give a model that transformers knows"
         )
-
-
-def check_exists(name_or_path: str, *, field: str = "target") -> None:
-    """Refuse a missing local path before the Hub is asked for it."""
-    text = str(name_or_path)
-    if Path(text).exists():
-        return
-    names_path = text.startswith(("/", ".", "~")) or text.count("/") != 1
-    hint = did_you_mean(text)
-    if names_path:
-        raise Refused(
-            f"{field}: no folder {text!r}{hint}; give an existing folder or a Hub name "
-            "(owner/model)"
-        )
-    if is_offline_and_unknown(text):
-        raise Refused(
-            f"{field}: no folder {text!r} here{hint}; as a Hub name: not in the cache, and "
-            "HF_HUB_OFFLINE is set; unset it, or give a folder"
-        )
-
-
-def did_you_mean(text: str) -> str:
-    """Suggest the nearest existing path, as the end of a message."""
-    place = Path(text).parts[0] if text.startswith("/") else "."
-    parts = Path(text).parts[1:] if text.startswith("/") else Path(text).parts
-    for part in parts:
-        here = Path(place)
-        try:
-            names = sorted(entry.name for entry in here.iterdir())
-        except OSError:
-            return ""
-        near = [part] if part in names else difflib.get_close_matches(part, names, 1, 0.75)
-        if not near:
-            return ""
-        place = str(here / near[0])
-    return "" if place == str(Path(text)) else f", did you mean {place}?"
-
-
-def is_offline_and_unknown(name: str) -> bool:
-    """Return True in offline mode if a Hub model is not in the cache."""
-    folder = Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}"
-    return constants.HF_HUB_OFFLINE and not folder.is_dir()
 
 
 @contextmanager

@@ -26,7 +26,8 @@ from training_step import (
     run,
 )
 
-from pipedraft.train.eagle3 import Eagle3Objective, Eagle3TrainConfig, chain_lengths
+from pipedraft.train.eagle3 import Eagle3Objective, chain_lengths
+from pipedraft.train.methods import Eagle3TrainConfig
 
 PARTS = (
     ("target", "pipedraft.train.objective.capture_hidden"),

@@ -40,12 +40,13 @@ from pipedraft.errors import Failure, make_folder
 from pipedraft.eval.record import Results, parse
 from pipedraft.files import write_atomically
 from pipedraft.inference.config import read_cost
+from pipedraft.models.heads.configs import Eagle3Config
 from pipedraft.models.heads.draft import TargetReference, load_untied
-from pipedraft.models.heads.eagle3 import Eagle3, Eagle3Config
+from pipedraft.models.heads.eagle3 import Eagle3
 from pipedraft.models.target import load_target, target_fingerprint
 from pipedraft.models.transformer.layers import LayerConfig
 from pipedraft.train.config import parse_run
-from pipedraft.train.run import methods
+from pipedraft.train.methods import methods
 
 ROOT = Path(pipedraft.__file__).parent
 CONFIGS = sorted((ROOT / "configs").glob("*/tiny.yaml"))

@@ -424,6 +424,7 @@ def train_head(options: argparse.Namespace) -> None:
     from pipedraft.train.config import parse_run
     from pipedraft.train.launch import load_frozen_target, make_accelerator
     from pipedraft.train.loop import Trainer
+    from pipedraft.train.methods import methods
 
     class TimedTrainer(Trainer):
         """Trainer that lowers the learning rate by the time left, not by steps."""
@@ -457,7 +458,7 @@ def train_head(options: argparse.Namespace) -> None:
     arguments += ["--target_dtype", dtype, "--precision", dtype, "--packing", "false"]
     arguments += ["--evaluation.every_steps", str(options.every), "--evaluation.max_rows", "64"]
     arguments += ["--save_every_steps", "1000000", "--log_every_steps", "25", *options.more]
-    run, model, resolved = parse_run(arguments, entry.methods(), "")
+    run, model, resolved = parse_run(arguments, methods(), "")
     started = time.monotonic()
     accelerator = make_accelerator(run)
     set_seed(run.seed)
@@ -471,7 +472,7 @@ def train_head(options: argparse.Namespace) -> None:
         max_length=run.data.max_length,
         labels=spec.labels,
     )
-    objective_class = entry.registry()[run.method][1]
+    objective_class = entry.registry()[run.method]
     objective = objective_class(model, target, target_name=options.target, revision=None, data=data)
     trainer = TimedTrainer(run, objective, data, pad_id=0, accelerator=accelerator, started=started)
     print(options.name, f"ready after {time.monotonic() - started:.0f} s", flush=True)

@@ -30,13 +30,20 @@ from pipedraft.inference.cost_model import CostModel
 from pipedraft.inference.engine import Engine
 from pipedraft.inference.ranks import is_launched
 from pipedraft.inference.ranks.cluster import Cluster
+from pipedraft.models.heads.configs import (
+    Eagle3Config,
+    EagleConfig,
+    FlexSpecConfig,
+    PPSDConfig,
+    SPDConfig,
+)
 from pipedraft.models.heads.draft import TargetReference
-from pipedraft.models.heads.eagle import Eagle, EagleConfig
-from pipedraft.models.heads.eagle3 import Eagle3, Eagle3Config
-from pipedraft.models.heads.flexspec import FlexSpec, FlexSpecConfig
+from pipedraft.models.heads.eagle import Eagle
+from pipedraft.models.heads.eagle3 import Eagle3
+from pipedraft.models.heads.flexspec import FlexSpec
 from pipedraft.models.heads.language_model import LanguageModelDraft
-from pipedraft.models.heads.ppsd import PPSD, PPSDConfig
-from pipedraft.models.heads.spd import SPD, SPDConfig
+from pipedraft.models.heads.ppsd import PPSD
+from pipedraft.models.heads.spd import SPD
 from pipedraft.models.target import target_fingerprint
 from pipedraft.models.transformer.layers import LayerConfig
 

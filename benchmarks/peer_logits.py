@@ -30,8 +30,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from pipedraft.models import load_draft
 from pipedraft.models.exchange.export import Layout, export
 from pipedraft.models.exchange.peers import import_head
+from pipedraft.models.heads.configs import Eagle3Config
 from pipedraft.models.heads.draft import TargetReference
-from pipedraft.models.heads.eagle3 import Eagle3, Eagle3Config
+from pipedraft.models.heads.eagle3 import Eagle3
 from pipedraft.models.target import capture_hidden, target_fingerprint
 from pipedraft.models.transformer.layers import KeyValues, LayerConfig
 

@@ -42,8 +42,9 @@ from transformers import LlamaConfig, PreTrainedModel, Qwen3Config
 from pipedraft.data_recipes.config import DataConfig, Source
 from pipedraft.data_recipes.recipe import load_data
 from pipedraft.models.exchange.export import Layout, export
+from pipedraft.models.heads.configs import Eagle3Config
 from pipedraft.models.heads.draft import TargetReference
-from pipedraft.models.heads.eagle3 import Eagle3, Eagle3Config
+from pipedraft.models.heads.eagle3 import Eagle3
 from pipedraft.models.target import (
     capture_hidden,
     load_target,
@@ -53,10 +54,16 @@ from pipedraft.models.target import (
 from pipedraft.models.transformer.layers import LayerConfig
 from pipedraft.train import dflash
 from pipedraft.train.batch import Batch
-from pipedraft.train.dflash import DFlashObjective, DFlashTrainConfig
-from pipedraft.train.dspark import DSparkObjective, DSparkTrainConfig
-from pipedraft.train.eagle3 import Eagle3Objective, Eagle3TrainConfig
-from pipedraft.train.losses import LossKind, chunked_distillation
+from pipedraft.train.dflash import DFlashObjective
+from pipedraft.train.dspark import DSparkObjective
+from pipedraft.train.eagle3 import Eagle3Objective
+from pipedraft.train.losses import chunked_distillation
+from pipedraft.train.methods import (
+    DFlashTrainConfig,
+    DSparkTrainConfig,
+    Eagle3TrainConfig,
+    LossKind,
+)
 
 # M rows, H hidden, V target vocabulary, U draft vocabulary, A anchors, S draft tokens of a block
 

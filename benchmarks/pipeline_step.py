@@ -97,8 +97,9 @@ def boundaries(args: argparse.Namespace) -> tuple[int, ...]:
 def make_source(args: argparse.Namespace, target: Any, text: list[int], seed: int) -> Any:
     """Return an SPD head that runs in full. Its token is right with probability --acceptance."""
     from pipedraft.inference.sources.spd import SPDSource
+    from pipedraft.models.heads.configs import SPDConfig
     from pipedraft.models.heads.draft import TargetReference
-    from pipedraft.models.heads.spd import SPD, SPDConfig
+    from pipedraft.models.heads.spd import SPD
     from pipedraft.models.speed.cpu import lay_out
     from pipedraft.models.speed.rounded import round_head
     from pipedraft.models.transformer.fingerprint import target_fingerprint

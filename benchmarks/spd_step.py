@@ -19,8 +19,10 @@ from training_step import (
     run,
 )
 
-from pipedraft.models.heads.spd import SPDConfig, feature_layers
-from pipedraft.train.spd import SPDObjective, SPDTrainConfig
+from pipedraft.models.heads.configs import SPDConfig
+from pipedraft.models.heads.spd import feature_layers
+from pipedraft.train.methods import SPDTrainConfig
+from pipedraft.train.spd import SPDObjective
 
 PARTS = (
     ("target", "pipedraft.train.objective.capture_hidden"),

@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..endings import leave_at_interrupts, run_command
+from ..endings import leave_at_interrupts, run_command, show_help
 from ..errors import make_folder
 from ..options import HELP_FLAGS, parse
 
@@ -16,7 +16,9 @@ if __name__ == "__main__":
 from jsonargparse import set_parsing_settings
 
 from ..files import locked, write_atomically
-from .options import build_parser
+from ..model_names import check_names
+from .options import SHORT_HELP, build_parser
+from .sources import list_files
 
 if TYPE_CHECKING:
     from .config import DataConfig
@@ -28,11 +30,17 @@ def main(argv: list[str] | None = None) -> None:
 
 def run(argv: list[str] | None) -> None:
     words = sys.argv[1:] if argv is None else argv
+    if any(word in ("-h", "--help") for word in words) and "--help-all" not in words:
+        show_help(SHORT_HELP)
     if any(word in HELP_FLAGS for word in words):  # reads the docstring below each field
         set_parsing_settings(docstring_parse_attribute_docstrings=True)
     parser = build_parser()
     cfg = parse(parser, words)
-    build(parser.instantiate(cfg).data, cfg.tokenizer, cfg.out)
+    config = parser.instantiate(cfg).data
+    check_names({"tokenizer": cfg.tokenizer})
+    for source in config.sources:
+        list_files(source)
+    build(config, cfg.tokenizer, cfg.out)
     parser.save(cfg, cfg.out / "config.yaml", overwrite=True)
 
 

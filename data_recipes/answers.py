@@ -25,7 +25,7 @@ from ..errors import Failure
 from ..files import Values, publish
 from ..options import Options, option
 from ..responses import Response
-from .conversations import SYSTEM_FIELDS, Message, read_row
+from .conversations import SYSTEM_FIELDS, Message, in_messages, read_row
 
 WRITTEN = "written"
 """Settings key for the files written last. It never equals an option: these begin with dashes."""
@@ -282,7 +282,7 @@ class Dialogue:
             RowFailed: the text has none of these forms, or an assistant turn follows no user turn.
         """
         try:
-            value = json.loads(text)
+            value = in_messages(json.loads(text))
             if isinstance(value, dict) and "prompt" in value and not any(map(value.get, TURNS)):
                 value = {**value, "messages": [{"role": "user", "content": value["prompt"]}]}
             found = read_row(value, needs_answers=False)

@@ -47,6 +47,9 @@ ROW_FIELDS = {
     *OTHER_MEDIA,
 }
 """Row fields to read: the conversation."""
+NO_TURNS = "no messages or conversations field"
+ALPACA = ("instruction", "input", "output")
+"""Fields of rows in Alpaca's form."""
 NO_TEXT = {"id", "license", "source", "input_row", "greedy_answers", "cut_answers"}
 """Row fields outside the conversation; the report leaves them out."""
 
@@ -65,6 +68,26 @@ class Conversation:
     """Answers that were cut at a token limit, as far as the row tells."""
 
 
+def in_messages(row: Any) -> Any:
+    """Return a row in Alpaca's form with ``messages`` instead, and every other row as it is.
+
+    Such a row has the fields instruction, output, and often input, which follows the instruction
+    after an empty line. Without a text in output, the user's turn is the last.
+    """
+    is_alpaca = isinstance(row, dict) and isinstance(row.get("instruction"), str)
+    if not is_alpaca or _first(row, "messages", "conversations") is not None:
+        return row
+    if not isinstance(row.get("input"), str | None) or not isinstance(
+        row.get("output"), str | None
+    ):
+        return row
+    parts = [part for part in (row["instruction"], row.get("input")) if part and part.strip()]
+    turns = [{"role": "user", "content": "\n\n".join(parts)}]
+    if (row.get("output") or "").strip():
+        turns.append({"role": "assistant", "content": row["output"]})
+    return {name: x for name, x in row.items() if name not in ALPACA} | {"messages": turns}
+
+
 def read_conversation(row: Any) -> Conversation:
     """Read a row with ``read_row``. Also raise ValueError if there is no assistant turn."""
     conversation = read_row(row)
@@ -76,7 +99,8 @@ def read_conversation(row: Any) -> Conversation:
 def read_row(row: Any, *, needs_answers: bool = True) -> Conversation:
     """Read turns, system prompt, tools and template variables from one row.
 
-    ``messages`` or ``conversations`` is a list of {role, content} or of {from, value}.
+    ``messages`` or ``conversations`` is a list of {role, content} or of {from, value}. Rows in
+    Alpaca's form are read, too.
     Content is a text or a list of text parts. The row's ``system`` or ``system_prompt`` becomes the
     first turn.
 
@@ -88,9 +112,10 @@ def read_row(row: Any, *, needs_answers: bool = True) -> Conversation:
     """
     if not isinstance(row, dict):
         raise ValueError("row is not an object")
+    row = in_messages(row)
     turns = _first(row, "messages", "conversations")
     if turns is None:
-        raise ValueError("no messages or conversations field")
+        raise ValueError(NO_TURNS)
     if not isinstance(turns, list):
         raise ValueError("messages are not a list")
     for name in OTHER_MEDIA:

@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerBase
 from .card import EMPTY_MASK, DataReport, build_report, count_groups
 from .chat import ChatRenderer
 from .config import DataConfig, Source
-from .conversations import explode, read_json
+from .conversations import NO_TURNS, explode, read_json
 from .groups import balance, context_of
 from .overlap import (
     EXACT_DUPLICATE,
@@ -50,7 +50,7 @@ from .sources import (
 from .table import Rows, cached_rows
 
 # Part of every cache fingerprint: raise it when the meaning of a cached column changes.
-CACHE_FORMAT = 6
+CACHE_FORMAT = 7
 ROWS_PER_CALL = 512
 
 
@@ -260,6 +260,8 @@ def _nothing_usable(report: DataReport, config: DataConfig) -> str:
         lost = f"{report.missing_turns} assistant turns left no trace in the rendered text"
         counts[f"{EMPTY_MASK} ({lost})"] = report.empty_mask_rows
     reasons = ", ".join(f"{count} {reason}" for reason, count in counts.items())
+    if NO_TURNS in counts:  # the likely cause, and its cure
+        reasons += ', for which a source takes "prompt_field" and "answer_field"'
     return (
         f"data.sources: {[source.name for source in config.sources]}: none of {report.rows_read} "
         f"rows is usable; left out: {reasons}; fix the rows, the chat template or "

@@ -17,6 +17,7 @@ from itertools import islice
 from pathlib import Path
 from typing import IO, Any, cast
 
+from ..errors import did_you_mean
 from ..files import bounded_lines
 from .config import Source
 from .conversations import ROW_FIELDS, read_json
@@ -80,7 +81,8 @@ def list_files(source: Source) -> list[Path] | None:
     is_file_name = _suffix(path) in ROW_SUFFIXES + TEXT_SUFFIXES
     if is_file_name or is_text or not HUB_ID.fullmatch(source.path):
         raise ValueError(
-            f"sources.path: {source.path!r} does not exist (current folder: {Path.cwd()}); "
+            f"sources.path: {source.path!r} does not exist (current folder: {Path.cwd()})"
+            f"{did_you_mean(source.path)}; "
             "give an existing file or folder, or a Hub id such as 'user/name' (for text, set "
             "text_field)"
         )

@@ -26,7 +26,7 @@ from pipedraft.options import Options, help_of, typed_fields
 from pipedraft.train.config import EvaluationConfig, OptimConfig, RunConfig
 from pipedraft.train.features.options import FeatureOptions
 from pipedraft.train.help import EXAMPLE
-from pipedraft.train.run import methods
+from pipedraft.train.methods import methods
 from pipedraft.wings import commands_of
 
 REST = "<!-- from here on: python docs/reference.py -->"
@@ -43,7 +43,8 @@ NO_REMARK = (
 )
 COMMANDS: dict[type[Options], str] = {
     FeatureOptions: "Every option of [pipedraft train](#pipedraft-train) is accepted, too.",
-    DataOptions: "Every [data key](config.md#data) is an option: `--data.max_length 512`.",
+    DataOptions: "Every [data key](config.md#data) is an option: `--data.max_length 512`. "
+    "`--data FILE` names files, folders or Hub ids, with commas between them.",
 } | dict.fromkeys(NO_REMARK, "")
 """Options class per command, with a remark for its section."""
 SECTIONS = {"optim": OptimConfig, "evaluation": EvaluationConfig, "data": config.DataConfig}
@@ -93,7 +94,12 @@ def tables(parser: ArgumentParser) -> Iterator[tuple[str, str]]:
 def cli_parts() -> Iterator[str]:
     """Yield cli.md's parts below ``REST``. A repeated table becomes a link to the first one."""
     yield from ("## pipedraft train", "Train a draft head.", *blocks(EXAMPLE))
-    yield "Options: `--plan FILE`, and every key in [config.md](config.md) as `--KEY VALUE`."
+    yield (
+        "Options: `--plan FILE`, and every key in [config.md](config.md) as `--KEY VALUE`. In all "
+        "commands, hyphens and underscores are the same: `--max-steps` is `--max_steps`. `--out` "
+        "is "
+        '`--output_dir`, and `--data FILE` is `--data.sources \'[{"path": "FILE"}]\'`.'
+    )
     seen: dict[str, str] = {}
     for kind, remark in COMMANDS.items():
         yield f"## {kind.PROG}"

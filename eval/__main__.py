@@ -11,7 +11,7 @@ from ..options import Options, subcommand
 if __name__ == "__main__":
     leave_at_interrupts()
 
-from ..inference.arguments import backend_of
+from ..inference.arguments import backend_of, check_paths
 from .arguments import COMMANDS, EvalOptions, ParityOptions
 
 SUBCOMMANDS = sorted(["compare", "parity", "replay", "report", *COMMANDS])
@@ -39,6 +39,7 @@ def run(argv: Sequence[str]) -> None:
         importlib.import_module(f".{name}", __package__).run(*read, words)
         return
     options = EvalOptions.read(argv)
+    check_paths(options.checkpoint, options.target, options.draft_model)
     with backend_of(options) as cluster, ExitStack() as held:
         if cluster is None or cluster.is_controller:
             from .command import evaluate_drafts

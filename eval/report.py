@@ -63,7 +63,9 @@ def _overview(sources: Sequence[Evaluated], runs: Sequence[RunRecord]) -> list[t
         "draft": [name for one in manifests for name in _listed(fact(one, "checkpoints"))],
         "measured": [fact(one, "created") for one in manifests],
         "methods": [run.method for run in runs if run.schedule != AUTOREGRESSIVE],
-        "benchmarks": [f"{name} ({count} prompts)" for name, count in sorted(prompts)],
+        "benchmarks": [
+            f"{name} ({count} prompt{'s' * (count != 1)})" for name, count in sorted(prompts)
+        ],
         "stages": sorted({run.stages for run in runs}),
         "temperatures": [f"{t:g}" for t in sorted({run.temperature for run in runs})],
         "dtype": [fact(one, "dtype") for one in manifests],

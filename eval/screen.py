@@ -12,9 +12,9 @@ from .tables import Cell, Table, align_columns, number
 
 WIDTH = 99
 LONGEST_NAME = 28
-LEAST_TOLD = ("S", "alpha", "tau", "speed-up")
-"""Columns dropped from the terminal, in this order, when a line is too long; the report has
-them."""
+LEAST_TOLD = ("S", "95 % CI", "alpha")
+"""Columns dropped from the terminal, in this order, when a line is too long; the report has them.
+tau and the speed-up stay: they are read first."""
 MEANINGS = {
     "tau": "tau: tokens per verification round",
     "L'": "L': n times tokens over pipeline steps",
@@ -62,9 +62,10 @@ def screen_table(runs: Sequence[RunRecord]) -> str:
     same = [name for name in ("n", "T", "shape") if len(set(cells[name])) == 1]
     above = ", ".join(f"{name} = {cells[name][0]}" for name in same if cells[name][0] != "-")
     untimed = [name for name in ("tokens/s", "speed-up") if set(cells[name]) == {"-"}]
-    left_out = [*same, *untimed]
+    too_wide: list[str] = []
     for further in ("", *LEAST_TOLD):
-        left_out.append(further)
+        too_wide += [further] * (further in cells)
+        left_out = {*same, *untimed, *too_wide}
         kept = {name: column for name, column in cells.items() if name not in left_out}
         table = Table(list(kept), [list(row) for row in zip(*kept.values(), strict=True)])
         text = align_columns(table)
@@ -72,12 +73,21 @@ def screen_table(runs: Sequence[RunRecord]) -> str:
             break
     notes = tables.warnings(runs)
     notes.append("; ".join(text for name, text in MEANINGS.items() if name in kept) + ".")
-    speedups = [run.wallclock.speedup for run in runs if run.wallclock and run.tree]
-    if any(speedup is not None and speedup < 1 for speedup in speedups):
+    if too_wide:
+        notes.append(f"Left out, as the line is full: {', '.join(too_wide)}; the report has them.")
+    slow = [run.tree for run in runs if run.tree and is_slower(run)]
+    if any(not tree.startswith("chain") for tree in slow):
         notes.append("A large tree costs more than it saves here: try --tree chain:3 or chain:5.")
+    elif slow:
+        notes.append("The draft costs more than it saves here, as a chain, too.")
     if untimed:
         notes.append("No tokens/s: decoded beside other work, or several sequences at once.")
     return "\n".join([above] * bool(above) + [text, *notes])
+
+
+def is_slower(run: RunRecord) -> bool:
+    speedup = run.wallclock.speedup if run.wallclock else None
+    return speedup is not None and speedup < 1
 
 
 def check_folder(out: Path, config: Values, *, is_fresh: bool) -> None:

@@ -13,7 +13,7 @@ if __name__ == "__main__":
 
 from ..files import make_place, write_atomically
 from ..wings import chosen_decoder, commands_of
-from .arguments import backend_of
+from .arguments import backend_of, check_paths
 from .decode_options import WINGS, DecodeOptions
 from .result import DecodeResult, shown
 
@@ -92,6 +92,7 @@ def main(words: Sequence[str] | None = None) -> None:
     if (decode := chosen_decoder(WINGS, options)) is not None:
         decode(options)
         return
+    check_paths([options.checkpoint], options.target, options.draft_model)
     with backend_of(options) as cluster:
         if cluster is None or cluster.is_controller:
             run(options, cluster)

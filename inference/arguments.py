@@ -12,6 +12,7 @@ from jsonargparse import ArgumentParser
 from ..chats import read_template_variables
 from ..errors import UsageError, flag_name
 from ..files import Values
+from ..model_names import check_names
 from ..options import Group, Options, checked, help_of, listed, option
 from .config import read_cost, setting_owners
 from .cut import read_boundary
@@ -258,6 +259,18 @@ def check_draft_dtype(dtype: str, weights: object) -> None:
             f"--draft-dtype: {dtype}, but no draft has weights; give --checkpoint or "
             "--draft-model, or leave it out"
         )
+
+
+def check_paths(
+    checkpoints: Sequence[str | None], target: str | None, draft_model: str | None
+) -> None:
+    """Refuse misspelled folders before torch is imported, but not in every rank of a launcher.
+
+    Raises:
+        ValueError: a path does not exist.
+    """
+    if not is_launched():
+        check_names({"target": target, "draft_model": draft_model}, checkpoints)
 
 
 SHARED_SETTINGS = ("verifier", "payload_tokens", "tail_samples", "bitwise", "never_slower")

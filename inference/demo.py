@@ -15,7 +15,7 @@ from ..options import option
 if __name__ == "__main__":
     leave_at_interrupts()
 
-from .arguments import EngineOptions
+from .arguments import EngineOptions, check_paths
 
 EXAMPLE = """example:
   pipedraft demo
@@ -219,7 +219,9 @@ def verdict(answers: list[DemoRun], *, num_rounds: int, num_stages: int) -> str:
 
 def main() -> None:
     """Run the demo with this process's command line."""
-    run(DemoOptions.read(sys.argv[1:]).completed())
+    options = DemoOptions.read(sys.argv[1:]).completed()
+    check_paths([options.checkpoint], options.target, options.draft_model)
+    run(options)
 
 
 if __name__ == "__main__":

@@ -3,9 +3,9 @@ file."""
 
 import sys
 
-from ..endings import leave_at_interrupts, run_command
+from ..endings import leave_at_interrupts, run_command, show_help
 from ..errors import UsageError
-from ..options import subcommand
+from ..options import HELP_FLAGS, subcommand
 
 if __name__ == "__main__":
     leave_at_interrupts()
@@ -25,9 +25,8 @@ def usage() -> str:
 
 def main() -> None:
     words = sys.argv[1:]
-    if words and words[0] in ("-h", "--help"):
-        print(usage())
-        return
+    if words and words[0] in HELP_FLAGS:
+        show_help(usage())
     if not words:
         raise UsageError(f"command: missing; give {' or '.join(SUBCOMMANDS)} (see --help)")
     SUBCOMMANDS[subcommand(words[0], list(SUBCOMMANDS))].read(words[1:]).run()

@@ -84,7 +84,8 @@ def test_the_decoded_text_is_the_targets_greedy_text(trained, parent, tmp_path):
     arguments += ["--max-new-tokens", str(NEW_TOKENS)]
     out, err = run(parent, tmp_path, "pipedraft.inference", *arguments)
     assert out == greedy_text(trained) + "\n"
-    (line,) = err.splitlines()
+    note, line = err.splitlines()
+    assert note.startswith("note: ") and note.endswith("best is used, the run's best head")
     assert line.startswith(f"[spd, n = {NUM_STAGES}] {NEW_TOKENS - 1} tokens after the first")
     assert "equivalent acceptance length" in line and "tokens/s" in line
 

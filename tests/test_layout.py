@@ -251,6 +251,42 @@ def test_help_comes_without_torch(commands: list[str]) -> None:
     assert len(re.findall("^usage: ", done.stdout, re.MULTILINE)) == len(commands)
 
 
+TYPED = [
+    ["train", "--config", "configs/spd/tiny.yaml", "--model.num_layrs", "2"],
+    ["train", "--config", "configs/spd/tiny.yaml", "--max_steps", "0"],
+    ["train", "--plan", "configs/spd/tiny.yaml", "--lr", "1"],
+    ["train.features", "--config", "configs/spd/tiny.yaml", "--outt", "x"],
+    ["data_recipes", "--outt", "x"],
+    ["data_recipes.regenerate", "--outt", "x"],
+    *([name, "--checkpoit", "x"] for name in ("eval", "eval.audit", *DECODING, "inference.demo")),
+    *([f"eval {name}", "--checkpoit", "x"] for name in ("parity", "replay")),
+    *([f"models {name}", "--outt", "x"] for name in ("export", "import", "push", "from-gguf")),
+    ["doctor", "--jsn"],
+    *([name, "--target", "no/such/folder"] for name in ("eval", *DECODING[:2], "inference.demo")),
+    *(["models " + name, "--checkpoint", "no/such/head"] for name in ("export", "push")),
+    ["train", "--config", "configs/spd/tiny.yaml", "--target", "./asets/target"],
+    ["train", "--config", "configs/spd/tiny.yaml", "--data", "nosuch.jsonl"],
+    ["data_recipes", "--data", "nosuch.jsonl", "--tokenizer", "assets/target", "--out", "out/x"],
+]
+
+
+def test_typing_errors_are_found_without_torch() -> None:
+    """Each costs a few tenths of a second instead of torch's seconds."""
+    code = f"""if True:
+        import runpy, sys
+        for first, *words in {TYPED!r}:
+            module, *more = first.split()
+            sys.argv = ["x", *more, *words]
+            try:
+                runpy.run_module(f"pipedraft.{{module}}", run_name="__main__", alter_sys=True)
+            except SystemExit as ended:
+                if ended.code != 2 or "torch" in sys.modules:
+                    sys.exit(f"{{words}}: {{ended.code}}, or torch was imported")"""
+    done = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert len(re.findall("^error: --", done.stderr, re.MULTILINE)) == len(TYPED), done.stderr
+
+
 PACKAGED = [
     path.relative_to(ROOT)
     for pattern in PYPROJECT["tool"]["setuptools"]["package-data"]["pipedraft"]

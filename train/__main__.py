@@ -12,17 +12,17 @@ The launchers accelerate and torchrun report their own status 1 instead.
 import os
 import sys
 
-from ..endings import leave_at_interrupts, run_command
+from ..endings import leave_at_interrupts, leaving_at_interrupts, run_command
 from .help import EXAMPLE, answer_early
 
 if __name__ == "__main__":
     leave_at_interrupts()
     answer_early(sys.argv[1:])
 
-from ..pretrained import quieten
+from ..data_recipes.sources import list_files
+from ..model_names import check_names
 from .config import parse_run
-from .plan import Plan
-from .run import methods, registry, run_training
+from .methods import methods
 
 
 def take_plan(arguments: list[str]) -> tuple[list[str], bool]:
@@ -42,9 +42,17 @@ def take_plan(arguments: list[str]) -> tuple[list[str], bool]:
 def main() -> None:
     arguments, wants_plan = take_plan(sys.argv[1:])
     run, model, resolved = parse_run(arguments, methods(), EXAMPLE)
+    check_names({"target": run.target})
+    for source in run.data.sources:
+        list_files(source)
+    with leaving_at_interrupts():  # torch and transformers
+        from ..pretrained import quieten
+        from .plan import Plan
+        from .run import registry, run_training
     quieten()
     if wants_plan:
-        print(Plan(run, model, registry()[run.method][1]).report())
+        for line in Plan(run, model, registry()[run.method]).lines():
+            print(line, flush=True)
         return
     run_training(run, model, resolved)
 

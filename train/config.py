@@ -10,10 +10,10 @@ from typing import Any, Literal, get_args, get_type_hints
 
 from jsonargparse import ArgumentError, ArgumentParser, Namespace, set_parsing_settings
 
-from ..data_recipes.recipe import DataConfig
-from ..errors import UsageError, check_ranges, nearest
+from ..data_recipes.config import DataConfig
+from ..errors import UsageError, check_ranges, did_you_mean, nearest
 from ..files import Values, read_yaml
-from ..options import HELP_FLAGS, explain, parse, parse_values
+from ..options import HELP_FLAGS, check_flags, explain, parse, parse_values, tidy
 
 COUNT = "[1, 1e12]"
 OPTIM_RANGES = {
@@ -30,6 +30,8 @@ EVALUATION_RANGES = {
     "decode_prompts": "[0, 1e6]; 0 switches it off",
     "patience": "[0, 1e12]; 0 switches it off",
 }
+SPLIT_STEPS = 50
+"""Shorter runs take seconds to minutes, and have their evaluation at the end."""
 RUN_RANGES = {
     **dict.fromkeys(("batch_tokens", "accumulation", "batch_group"), COUNT),
     "max_steps": f"{COUNT}, or leave it out to use epochs",
@@ -69,7 +71,8 @@ class EvaluationConfig:
     """Validation during training."""
 
     every_steps: int = 200
-    """Optimizer steps between evaluations on the validation rows; 0: only at the end."""
+    """Optimizer steps between evaluations on the validation rows; 0: only at the end. A run of 50
+    steps or more that is too short for one is also evaluated in its middle."""
     max_rows: int = 64
     """Maximum number of validation rows; the first ones are used."""
     decode_prompts: int = 8
@@ -92,6 +95,17 @@ class EvaluationConfig:
                 f"evaluation.patience: {self.patience} with evaluation.every_steps 0, which "
                 "evaluates at the end only; give every_steps"
             )
+
+    def is_due(self, step: int, num_steps: int) -> bool:
+        """Return True if an evaluation follows a step before the last."""
+        if self.every_steps >= num_steps >= SPLIT_STEPS:
+            return step == num_steps // 2
+        return bool(self.every_steps) and step % self.every_steps == 0
+
+    def when(self, num_steps: int) -> str:
+        if self.every_steps >= num_steps >= SPLIT_STEPS:
+            return f"after {num_steps // 2} steps and at the end"
+        return f"every {self.every_steps} steps" if self.every_steps else "at the end"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,8 +209,8 @@ def _peek_method(arguments: Sequence[str], methods: Sequence[str], default: str 
         if flag == "--config":
             if not Path(value).is_file():
                 raise UsageError(
-                    f"--config: no file {value}; give a YAML file, for example "
-                    "configs/spd/tiny.yaml"
+                    f"--config: no file {value}{did_you_mean(value)}; give a YAML file, for "
+                    "example configs/spd/tiny.yaml"
                 )
             layer = read_yaml(Path(value), "--config")
             if not isinstance(layer, dict):
@@ -235,6 +249,7 @@ def make_parser(method: str, methods: dict[str, type], example: str) -> Argument
     parser.description += " --plan FILE estimates what a run needs, and ends."
     parser.add_class_arguments(RunConfig, as_group=False)
     parser.add_class_arguments(methods[method], "model")
+    tidy(parser)
     return parser
 
 
@@ -242,6 +257,19 @@ def make_parser(method: str, methods: dict[str, type], example: str) -> Argument
 def parser_of(method: str, methods: tuple[tuple[str, type], ...], example: str) -> ArgumentParser:
     """Cache parsers from ``make_parser``, because making one takes longer than reading a run."""
     return make_parser(method, dict(methods), example)
+
+
+def check_run_flags(
+    arguments: Sequence[str], methods: dict[str, type], beside: Sequence[str] = ()
+) -> None:
+    """Raise UsageError for a flag that no method has.
+
+    Args:
+        beside: the calling command's own flags, for the hint.
+    """
+    parser = parser_of(next(iter(methods)), tuple(methods.items()), "")
+    shared = [word for word in arguments if not word.startswith("--model.")]
+    check_flags(shared, parser, beside)
 
 
 def parse_run(
@@ -264,7 +292,11 @@ def parse_run(
         set_parsing_settings(docstring_parse_attribute_docstrings=True)
     # --help must work without a configuration.
     default = next(iter(methods)) if wants_help else None
-    method = _peek_method(arguments, list(methods), default)
+    try:
+        method = _peek_method(arguments, list(methods), default)
+    except UsageError:
+        check_run_flags(arguments, methods)
+        raise
     if wants_help:
         # Not from the cache: parsers made before set_parsing_settings lack the docstrings.
         parser = make_parser(method, methods, example)

@@ -3,42 +3,20 @@
 # B batch, T positions, P = B T, A anchors, S draft tokens per block, M supervised rows
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from typing import ClassVar, Literal, TypeVar
+from dataclasses import fields
+from typing import ClassVar, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..errors import check_ranges
-from ..models.heads.dflash import DFlash, DFlashConfig
+from ..models.heads.dflash import DFlash
 from ..models.heads.draft import Draft, TargetReference
 from ..models.transformer.layers import LayerConfig, document_slices
 from .batch import Batch, pick, put
 from .eagle3 import chain_lengths
-from .losses import LossKind
-from .objective import ChainObjective, DivergenceConfig, LossOutput
-
-
-@dataclass(frozen=True, kw_only=True)
-class DFlashTrainConfig(DFlashConfig, DivergenceConfig):
-    """DFlash head and its loss."""
-
-    num_anchors: int = 512
-    """Maximum blocks per document and step; anchors are sampled anew every time."""
-    position_weights: Literal["decay", "dpace"] = "decay"
-    """Loss weights within a block. decay: exp(-i / decay_gamma) for draft token i, from 0. dpace:
-    D-PACE's weights, from the probabilities of the block's prefixes."""
-    decay_gamma: float = 7.0
-    """Decay length in draft tokens; the paper has 7 for blocks of 16, 5 for 10, 4 for 8."""
-    dpace_alpha: float = 0.5
-    """D-PACE's smoothing; at 1 a row's weight is the number of rows from it on."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        ranges = {"num_anchors": "[1, inf)", "decay_gamma": "(0, inf)", "dpace_alpha": "[0, 1]"}
-        check_ranges(self, ranges, "model.")
-
+from .methods import DFlashTrainConfig, LossKind
+from .objective import ChainObjective, LossOutput
 
 DFlashC = TypeVar("DFlashC", bound=DFlashTrainConfig)
 

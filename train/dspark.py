@@ -2,34 +2,16 @@
 
 # M supervised rows, L teacher rows, H hidden plus r, U draft vocabulary
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..errors import check_ranges
 from ..models.heads.draft import Draft
-from ..models.heads.dspark import DSpark, DSparkConfig
-from .dflash import DFlashObjective, DFlashTrainConfig
-from .losses import Divergence
+from ..models.heads.dspark import DSpark
+from .dflash import DFlashObjective
+from .methods import DSparkTrainConfig
 from .objective import LossOutput
-
-
-@dataclass(frozen=True, kw_only=True)
-class DSparkTrainConfig(DSparkConfig, DFlashTrainConfig):
-    """DSpark head and its loss."""
-
-    loss: Divergence = "ce_l1"
-    """Loss per row, with the same choices as for DFlash. ce_l1 is the paper's: 0.1 ce + 0.9 l1."""
-    decay_gamma: float = 4.0
-    """Decay length in draft tokens; the paper has 4 for blocks of 7."""
-    confidence_weight: float = 1.0
-    """Weight for the confidence loss, relative to 1 for the divergence."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_ranges(self, {"confidence_weight": "[0, inf)"}, "model.")
 
 
 class DSparkObjective(DFlashObjective[DSparkTrainConfig]):

@@ -1,45 +1,22 @@
 """Training objective for EAGLE-1, by regression on the target's hidden states and distillation."""
 
 from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..errors import check_ranges
 from ..files import Values
 from ..models.heads.draft import Draft
-from ..models.heads.eagle import Eagle, EagleConfig
+from ..models.heads.eagle import Eagle
 from .batch import Batch, pick
 from .eagle3 import chain_lengths
 from .losses import chunked_distillation
-from .objective import (
-    EVALUATED_DEPTH,
-    DraftObjective,
-    LossOutput,
-    StartConfig,
-    acceptance_length,
-)
+from .methods import EagleTrainConfig
+from .objective import EVALUATED_DEPTH, DraftObjective, LossOutput, acceptance_length
 
 # B batch, T positions, R rows (t = 0 .. T-2), H hidden, M supervised rows
-
-
-@dataclass(frozen=True, kw_only=True)
-class EagleTrainConfig(EagleConfig, StartConfig):
-    """EAGLE-1 head and its loss."""
-
-    noise: float = 0.2
-    """Add U(-1/2, 1/2) * noise * 512 / T to hidden states in training; T: sequence length."""
-    distillation_weight: float = 0.1
-    """Weight of the distillation relative to the regression."""
-    rows: Literal["turn", "official"] = "turn"
-    """Supervised rows t. turn: x_{t+1} and x_{t+2} are in one assistant turn. official: x_t is an
-    assistant token, as in the authors' code."""
-
-    def __post_init__(self) -> None:
-        check_ranges(self, {"noise": "[0, inf)", "distillation_weight": "[0, inf)"}, "model.")
 
 
 def chain_rows(mask_BT: Tensor, depth: int = 1) -> Tensor:

@@ -3,50 +3,24 @@
 # B batch, T positions, H hidden, M rows in one step or in all of them, S steps
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import ClassVar, Literal, TypeVar
+from dataclasses import fields
+from typing import ClassVar, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..errors import check_ranges
+from ..models.heads.configs import Eagle3Config
 from ..models.heads.draft import Draft, TargetReference
-from ..models.heads.eagle3 import Eagle3, Eagle3Config
+from ..models.heads.eagle3 import Eagle3
 from ..models.heads.mtp import MTP
 from ..models.speed import cpu
 from ..models.transformer.layers import LayerConfig
 from .batch import Batch, put
-from .objective import ChainObjective, DivergenceConfig, LossOutput
-
-
-@dataclass(frozen=True, kw_only=True)
-class UnrolledConfig(DivergenceConfig):
-    """Loss settings for heads that are trained on chains of their own states."""
-
-    num_steps: int = 7
-    """Draft tokens trained per chain; 7 in the authors' code."""
-    step_decay: float = 0.8
-    """The loss of draft token i (from 0) is multiplied by step_decay ** i."""
-    rows: Literal["turn", "speculators", "specforge", "official"] = "turn"
-    """Rows t that count at step i. turn: x_{t+1} .. x_{t+2+i} are in one assistant turn.
-    speculators: x_{t+1+i} is an assistant token; specforge and official (EAGLE-3's authors):
-    x_{t+i} is one."""
-
-    def __post_init__(self) -> None:
-        check_ranges(self, {"num_steps": "[1, inf)", "step_decay": "(0, 1]"}, "model.")
-
+from .methods import Eagle3TrainConfig, UnrolledConfig
+from .objective import ChainObjective, LossOutput
 
 UnrolledC = TypeVar("UnrolledC", bound=UnrolledConfig)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Eagle3TrainConfig(Eagle3Config, UnrolledConfig):
-    """EAGLE-3 head and its loss."""
-
-    def __post_init__(self) -> None:
-        Eagle3Config.__post_init__(self)
-        UnrolledConfig.__post_init__(self)
 
 
 def chain_lengths(mask_BT: Tensor, num_steps: int) -> Tensor:

@@ -1,6 +1,5 @@
 """Training objective for FlexSpec, by regression on final hidden states and distillation."""
 
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -8,39 +7,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..errors import check_ranges
 from ..files import Values
 from ..models.heads.draft import Draft
-from ..models.heads.flexspec import FlexSpec, FlexSpecConfig, check_anchor
+from ..models.heads.flexspec import FlexSpec, check_anchor
 from ..models.transformer.layers import LayerConfig
 from .batch import Batch, pick, put
-from .objective import (
-    EVALUATED_DEPTH,
-    DraftObjective,
-    LossOutput,
-    StartConfig,
-    labeled_rows,
-)
+from .methods import FlexSpecTrainConfig
+from .objective import EVALUATED_DEPTH, DraftObjective, LossOutput, labeled_rows
 
 # B batch, T positions, S rows (t = 0 .. T-2), E readings, H hidden, M labeled rows
-
-
-@dataclass(frozen=True, kw_only=True)
-class FlexSpecTrainConfig(FlexSpecConfig, StartConfig):
-    """FlexSpec draft and its loss."""
-
-    feature_weight: float = 0.1
-    """Regression weight (lambda_1 in the paper); 0 turns it off."""
-    distillation_weight: float = 1.0
-    """Distillation weight (lambda_2)."""
-    distillation_temperature: float = 1.0
-    """Temperature for both distilled distributions; the loss is multiplied by its square."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        # Without distillation, the vocabulary projection would not be trained.
-        ranges = {"feature_weight": "[0, inf)", "distillation_weight": "(0, inf)"}
-        check_ranges(self, ranges | {"distillation_temperature": "(0, inf)"}, "model.")
 
 
 def prefix_survival(rates_M: Tensor, labeled_BS: Tensor, depth: int) -> tuple[Tensor, Tensor]:

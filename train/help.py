@@ -1,7 +1,8 @@
 """Answer `pipedraft train --help` before torch is imported."""
 
-import sys
 from collections.abc import Sequence
+
+from ..endings import show_help
 
 METHODS = ("spd", "ppsd", "eagle", "eagle3", "mtp", "dflash", "dspark", "flexspec")
 SHORT_HELP = f"""\
@@ -13,8 +14,8 @@ Train a draft head. More than one process: accelerate launch -m pipedraft.train 
   --plan FILE               estimate parameters, memory and speed for this configuration, and end
   --method NAME             {", ".join(METHODS)}
   --target NAME             folder or Hub id of the frozen target
-  --output_dir DIR          folder for metrics.jsonl, best/ and checkpoints/; a run resumes there
-  --data.sources LIST       [{{path: FILE}}, ...]: conversations, as files or Hub data sets
+  --out DIR                 folder for metrics.jsonl, best/ and checkpoints/; a run resumes there
+  --data FILE               conversations: a file, a folder or a Hub id, or several with commas
   --data.max_length N       tokens per row
   --max_steps N             optimizer steps; or --epochs X
   --max_minutes X           end after X minutes; run the same command again to resume
@@ -26,6 +27,8 @@ Train a draft head. More than one process: accelerate launch -m pipedraft.train 
   --save_every_steps N      steps between checkpoints
   --trackers LIST           for example [wandb]
   --help-all                every option; add --method NAME for another method's
+
+Hyphens and underscores are the same: --max-steps is --max_steps, and --out is --output_dir.
 
 example:
   pipedraft train --config configs/spd/tiny.yaml --optim.lr 3e-4
@@ -46,5 +49,4 @@ EXAMPLE = (
 def answer_early(words: Sequence[str]) -> None:
     """Print the help and exit if ``words`` ask for it."""
     if "--help-all" not in words and any(word in ("-h", "--help") for word in words):
-        print(SHORT_HELP)
-        sys.exit(0)
+        show_help(SHORT_HELP)

@@ -549,8 +549,7 @@ class Trainer:
         done = progress.step == self.num_steps
         # A signal during the last step changes nothing: the run is complete, with status 0.
         self.stop = None if done else self.stopping.agreed
-        every = config.evaluation.every_steps
-        if done or (every and progress.step % every == 0):
+        if done or config.evaluation.is_due(progress.step, self.num_steps):
             if self.stop is None:
                 self._evaluate_and_keep(log)
                 self.stop = self.stop or (None if done else self._out_of_patience())

@@ -11,7 +11,7 @@ scales these gradients.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import reduce
-from typing import Literal, get_args
+from typing import get_args
 
 import torch
 import torch.nn.functional as F
@@ -19,8 +19,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..models.speed import cpu
+from .methods import Divergence, LossKind
 
-Divergence = Literal["kl", "tv", "lk", "lk_hybrid", "ce", "ce_l1", "rkl", "jsd", "topk_kl"]
+PLAIN_LOSS = LossKind()
 SOFT_LABELS = ("kl", "lk_hybrid", "ce", "ce_l1", "topk_kl")
 """Losses with labels l, a distribution: their gradient for the draft's logits contains q - l."""
 CHUNK_BYTES = 1 << 30
@@ -30,21 +31,6 @@ Every chunk reads and writes the head's gradient. On a GPU, with 1,081 rows per 
 tokens, this takes a quarter of the products' time; with MAX_ROWS rows it takes half as much.
 """
 MAX_ROWS = 2048
-
-
-@dataclass(frozen=True, kw_only=True)
-class LossKind:
-    """Loss per row, computed from the target's and the draft's distribution."""
-
-    kind: Divergence = "kl"
-    eta: float = 3.0
-    """eta in lk_hybrid: a larger one moves from kl to tv at a lower acceptance."""
-    top_k: int = 10
-    """Number of most likely tokens in topk_kl."""
-    ce_share: float = 0.1
-    """Share of ce in ce_l1."""
-    drops_outside: bool = False
-    """Ignore rows whose top target token is missing from the draft vocabulary."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +64,7 @@ def chunked_distillation(
     teacher_head_VH: Tensor,
     *,
     pair_weight_UR: Tensor | None = None,
-    measure: LossKind = LossKind(),
+    measure: LossKind = PLAIN_LOSS,
     teacher_index_M: Tensor | None = None,
     teacher_rows_U: Tensor | None = None,
     weights_M: Tensor | None = None,

@@ -1,23 +1,14 @@
 """Training objective for an MTP layer, unrolled over several steps (FastMTP, arXiv:2509.18362)."""
 
-from dataclasses import dataclass
 from typing import ClassVar
 
+from ..models.heads.configs import MTPConfig
 from ..models.heads.draft import Draft, TargetReference
-from ..models.heads.mtp import MTP, MTPConfig
+from ..models.heads.mtp import MTP
 from ..models.transformer.layers import LayerConfig
-from .eagle3 import UnrolledConfig, UnrolledObjective
+from .eagle3 import UnrolledObjective
+from .methods import MTPTrainConfig
 from .objective import load_start
-
-
-@dataclass(frozen=True, kw_only=True)
-class MTPTrainConfig(UnrolledConfig):
-    """MTP layer's loss. init_from takes the output of `pipedraft models import --from TARGET`."""
-
-    num_steps: int = 3
-    """Draft tokens trained per chain; 3 in the paper."""
-    step_decay: float = 0.6
-    """Multiply the loss for draft token i (from 0) by step_decay ** i; 0.6 in the paper."""
 
 
 class MTPObjective(UnrolledObjective[MTPTrainConfig]):

@@ -4,9 +4,9 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -16,13 +16,12 @@ from transformers import PreTrainedModel
 
 from ..data_recipes.recipe import TokenizedData
 from ..devices import place_draft
-from ..errors import blaming, check_ranges
+from ..errors import blaming
 from ..files import Values
 from ..inference.cost_model import continuous_acceptance_length
 from ..models.heads.draft import (
     Draft,
     StagedDraft,
-    StagedDraftConfig,
     TargetReference,
     draft_vocabulary,
     load_untied,
@@ -35,7 +34,8 @@ from ..models.transformer.layers import LayerConfig
 from .batch import Batch, pick, put
 from .checkpoint import Layout, layout_of
 from .features.reader import Features
-from .losses import DistillationLoss, Divergence, LossKind, chunked_distillation
+from .losses import DistillationLoss, chunked_distillation
+from .methods import DivergenceConfig, LossKind, StagedTrainConfig, StartConfig
 
 EVALUATED_DEPTH = 7  # EAGLE-3's training depth, for all heads, so their scores are comparable
 
@@ -62,61 +62,6 @@ def acceptance_length(rates: list[float]) -> float:
     1 + sum_j prod_{i<=j} rates_i, as if draft tokens were accepted independently.
     """
     return 1 + float(np.cumprod(rates).sum())
-
-
-@dataclass(frozen=True, kw_only=True)
-class StartConfig:
-    """Initial weights for a draft."""
-
-    init_from: str | None = None
-    """Trained draft (folder or Hub id) with the same method, architecture and target. This run
-    starts with its weights and draft vocabulary. None: a new draft."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class DivergenceConfig(StartConfig):
-    """Loss for heads trained by distillation alone."""
-
-    loss: Divergence = "kl"
-    """kl: KL(target || draft), as in the papers. tv, lk: total variation and -log of the acceptance
-    probability, which determine decoding speed. lk_hybrid: kl if little is accepted, tv if much is.
-    ce: the target's most likely token as the label. rkl, jsd: reverse KL and Jensen-Shannon.
-    topk_kl: kl over the target's most likely tokens only."""
-    loss_eta: float = 3.0
-    """lk_hybrid: a larger value moves from kl to tv at a lower acceptance; 3 in its paper."""
-    loss_top_k: int = 10
-    """topk_kl: number of most likely tokens to compare."""
-    loss_ce: float = 0.1
-    """ce_l1: share of ce; the rest is l1, the sum of |p - q|. 0.1 in DSpark."""
-    outside: Literal["count", "drop"] = "count"
-    """Rows whose top target token is missing from the draft vocabulary: count them in the loss, or
-    drop them as SpecForge and SPD's authors do."""
-    teacher_vocabulary: Literal["target", "draft"] = "target"
-    """draft: training computes teacher logits over the draft vocabulary only, so its metrics ignore
-    all other tokens; validation computes the whole target vocabulary's."""
-
-    @property
-    def measure(self) -> LossKind:
-        """Return the divergence selected by these settings.
-
-        Raises:
-            ValueError: a setting is out of range.
-        """
-        check_ranges(
-            self, {"loss_eta": "[0, inf)", "loss_top_k": "[1, inf)", "loss_ce": "[0, 1]"}, "model."
-        )
-        return LossKind(
-            kind=self.loss,
-            eta=self.loss_eta,
-            top_k=self.loss_top_k,
-            ce_share=self.loss_ce,
-            drops_outside=self.outside == "drop",
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class StagedTrainConfig(StagedDraftConfig, DivergenceConfig):
-    """Loss for drafts on a staged target."""
 
 
 C = TypeVar("C", bound=StartConfig)

@@ -9,8 +9,8 @@ tensors. Only the target's config.json is read.
 """
 
 import weakref
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import asdict, dataclass
 from types import SimpleNamespace
 from typing import Any, Self
 
@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ..data_recipes.table import Rows
 from ..files import Values
+from ..models.speed.cpu import planned_accelerator
 from ..models.transformer.decoder import layer_kinds
 from ..models.transformer.layers import LayerConfig
 from .batch import Batch
@@ -32,7 +33,8 @@ from .features.partial_target import decoder_config, weightless_draft
 from .launch import resolve_dtype, resolve_precision
 from .log import flop_counter
 from .loop import EVALUATED_ROWS
-from .objective import DraftObjective, StartConfig
+from .methods import StartConfig
+from .objective import DraftObjective
 
 
 class LiveBytes(TorchDispatchMode):
@@ -111,13 +113,19 @@ BITS = {None: 0, "8bit": 8, "4bit": 4}
 
 
 @dataclass(frozen=True)
-class RunSizes:
-    """Parameter counts, peak bytes per pass without weights and optimizer, and FLOPs per token."""
+class Parameters:
+    """Parameter counts of the target's layers, of its other parts, and of the draft."""
 
     target_layers: int
     target_ends: int
     trained: int
     draft: int
+
+
+@dataclass(frozen=True)
+class RunSizes(Parameters):
+    """Parameter counts, peak bytes per pass without weights and optimizer, and FLOPs per token."""
+
     step_bytes: float
     """Peak bytes in a training step with one pass over ``batch_tokens``, gradients included."""
     evaluation_bytes: float
@@ -140,34 +148,39 @@ class Plan:
         self.draft = weightless_draft(objective_class, model, self.config)
         self.precision = resolve_precision(run.precision)
         self.dtype = resolve_dtype(run, self.precision)
+        with torch.device("meta"):
+            target = AutoModelForCausalLM.from_config(self.config, dtype=self.dtype)
+        self.target = target.requires_grad_(False)
         self.tokens = min(run.data.max_length, run.batch_tokens)
         """Sequence length for the FLOPs per token."""
 
     # -- counting ---------------------------------------------------------------------------
 
+    def count(self) -> Parameters:
+        """Count parameters alone, which takes a moment."""
+        layers = sum(p.numel() for p in self.target.get_decoder().layers.parameters())
+        beside = self.objective_class.num_auxiliary(self.model, self.layer)
+        return Parameters(
+            target_layers=layers,
+            target_ends=sum(p.numel() for p in self.target.parameters()) - layers,
+            trained=beside + sum(p.numel() for p in self.draft.parameters() if p.requires_grad),
+            draft=beside + sum(p.numel() for p in self.draft.parameters()),
+        )
+
     def measure(self) -> RunSizes:
-        config, layer = self.config, self.layer
-        with torch.device("meta"):
-            target = AutoModelForCausalLM.from_config(config, dtype=self.dtype)
-        decoder = target.get_decoder()
-        layers = sum(p.numel() for p in decoder.layers.parameters())
-        memory = LiveBytes()
-        objective = self.make_objective(target.requires_grad_(False), memory)
+        parameters, memory = self.count(), LiveBytes()
+        objective = self.make_objective(self.target, memory)
         rows = max(1, self.run.batch_tokens // self.tokens)
         with flop_counter() as counter:
             step_bytes = self._peak(objective, memory, rows)
         flops = counter.get_total_flops() / (rows * self.tokens)
-        beside = self.objective_class.num_auxiliary(self.model, layer)
         return RunSizes(
-            target_layers=layers,
-            target_ends=sum(p.numel() for p in target.parameters()) - layers,
-            trained=beside + sum(p.numel() for p in self.draft.parameters() if p.requires_grad),
-            draft=beside + sum(p.numel() for p in self.draft.parameters()),
+            **asdict(parameters),
             step_bytes=step_bytes,
             evaluation_bytes=self._peak(
                 objective.eval(), memory, min(EVALUATED_ROWS, rows), trains=False
             ),
-            flops=flops + self._decoder_flops(decoder.layers),
+            flops=flops + self._decoder_flops(self.target.get_decoder().layers),
         )
 
     def make_objective(self, target: PreTrainedModel, memory: LiveBytes) -> DraftObjective:
@@ -211,7 +224,7 @@ class Plan:
         memory.peak = memory.live
         generator = torch.Generator().manual_seed(self.run.seed)
         autocast = torch.autocast("cpu", torch.bfloat16, enabled=self.precision == "bf16")
-        with memory, autocast, torch.set_grad_enabled(trains):
+        with planned_accelerator(), memory, autocast, torch.set_grad_enabled(trains):
             if trains:
                 objective(batch, generator).loss.backward()
             else:
@@ -278,30 +291,34 @@ class Plan:
             "batch": max(sizes.step_bytes + kept, sizes.evaluation_bytes) - gradients,
         }
 
-    def report(self) -> str:
-        """Return the text for ``--plan``, with parameters, memory and speed."""
-        run, sizes = self.run, self.measure()
-        lines = [
-            f"target {run.target}: {sizes.target_layers + sizes.target_ends:,} parameters, frozen, "
-            f"{run.target_quantization or str(self.dtype).removeprefix('torch.')}",
-            f"{run.method} draft: {sizes.draft:,} parameters, {sizes.trained:,} of them trained, "
-            "fp32",
+    def lines(self) -> Iterator[str]:
+        """Yield the lines for ``--plan`` as they are known: parameters, memory and speed."""
+        run, counts = self.run, self.count()
+        yield (
+            f"target {run.target}: {counts.target_layers + counts.target_ends:,} parameters, "
+            f"frozen, {run.target_quantization or str(self.dtype).removeprefix('torch.')}"
+        )
+        yield (
+            f"{run.method} draft: {counts.draft:,} parameters, {counts.trained:,} of them "
+            "trained, fp32"
+        )
+        sizes = self.measure()
+        yield (
             f"batch: {run.batch_tokens:,} padded tokens in a forward pass of a process, times "
             f"{run.accumulation}; at most {sizes.step_bytes / 2**30:.3f} GiB in a training step, "
-            f"{sizes.evaluation_bytes / 2**30:.3f} in an evaluation",
-            "",
-            "GiB on one process",
-        ]
+            f"{sizes.evaluation_bytes / 2**30:.3f} in an evaluation"
+        )
+        yield from ("", "GiB on one process")
         parts = ["target", "draft", "gradients", "optimizer", "batch"]
         words = ("processes", "strategy", *parts, "together")
-        lines.append("".join(f"{word:>13}" for word in words))
+        yield "".join(f"{word:>13}" for word in words)
         for processes in (1, 2, 4, 8, 16):
             for strategy in STRATEGIES if processes > 1 else STRATEGIES[:1]:
                 found = self.memory_bytes(sizes, processes=processes, strategy=strategy)
                 cells = [found[part] / 2**30 for part in parts]
                 shown = "".join(f"{cell:>13.3f}" for cell in (*cells, sum(cells)))
-                lines.append(f"{processes:>13}{strategy:>13}{shown}")
-        return "\n".join([*lines, "", *self._speed(sizes)])
+                yield f"{processes:>13}{strategy:>13}{shown}"
+        yield from ("", *self._speed(sizes))
 
     def _speed(self, sizes: RunSizes) -> list[str]:
         run = self.run

@@ -1,26 +1,16 @@
 """Training objective that distills PPSD's early-exit head, with every row as in decoding."""
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
 from ..models.heads.draft import Draft
-from ..models.heads.ppsd import PPSD, PPSDConfig
+from ..models.heads.ppsd import PPSD
 from .batch import Batch
-from .objective import (
-    LossOutput,
-    StagedObjective,
-    StagedTrainConfig,
-    labeled_rows,
-)
+from .methods import PPSDTrainConfig
+from .objective import LossOutput, StagedObjective, labeled_rows
 
 # B batch, T positions, H hidden
-
-
-@dataclass(frozen=True, kw_only=True)
-class PPSDTrainConfig(PPSDConfig, StagedTrainConfig):
-    """PPSD head and its loss."""
 
 
 class PPSDObjective(StagedObjective[PPSDTrainConfig]):

@@ -16,12 +16,12 @@ from ..models.exchange.card import model_card
 from ..models.target import check_packable, load_tokenizer
 from ..pretrained import load_config
 from .config import RunConfig
-from .dflash import DFlashObjective, DFlashTrainConfig
-from .dspark import DSparkObjective, DSparkTrainConfig
-from .eagle import EagleObjective, EagleTrainConfig
-from .eagle3 import Eagle3Objective, Eagle3TrainConfig
+from .dflash import DFlashObjective
+from .dspark import DSparkObjective
+from .eagle import EagleObjective
+from .eagle3 import Eagle3Objective
 from .features.partial_target import load_embedding_and_head, open_features
-from .flexspec import FlexSpecObjective, FlexSpecTrainConfig
+from .flexspec import FlexSpecObjective
 from .launch import (
     check_one_disk,
     gather_together,
@@ -33,10 +33,10 @@ from .launch import (
     shard_target,
 )
 from .loop import Trainer
-from .mtp import MTPObjective, MTPTrainConfig
-from .ppsd import PPSDObjective, PPSDTrainConfig
+from .mtp import MTPObjective
+from .ppsd import PPSDObjective
 from .record import record_of
-from .spd import SPDObjective, SPDTrainConfig
+from .spd import SPDObjective
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -45,22 +45,18 @@ RESOLVED = "# as resolved by pipedraft train\n"
 """First line in a run's config.yaml."""
 
 
-def registry() -> "dict[str, tuple[type, Any]]":
-    """Map each method's name to its configuration dataclass (network and loss) and objective."""
+def registry() -> "dict[str, Any]":
+    """Map each method's name to its objective class."""
     return {
-        "spd": (SPDTrainConfig, SPDObjective),
-        "ppsd": (PPSDTrainConfig, PPSDObjective),
-        "eagle": (EagleTrainConfig, EagleObjective),
-        "eagle3": (Eagle3TrainConfig, Eagle3Objective),
-        "mtp": (MTPTrainConfig, MTPObjective),
-        "dflash": (DFlashTrainConfig, DFlashObjective),
-        "dspark": (DSparkTrainConfig, DSparkObjective),
-        "flexspec": (FlexSpecTrainConfig, FlexSpecObjective),
+        "spd": SPDObjective,
+        "ppsd": PPSDObjective,
+        "eagle": EagleObjective,
+        "eagle3": Eagle3Objective,
+        "mtp": MTPObjective,
+        "dflash": DFlashObjective,
+        "dspark": DSparkObjective,
+        "flexspec": FlexSpecObjective,
     }
-
-
-def methods() -> dict[str, type]:
-    return {name: config for name, (config, _) in registry().items()}
 
 
 def load_tokenizer_of(run: "RunConfig") -> "PreTrainedTokenizerBase":
@@ -85,7 +81,7 @@ def build_trainer(run: "RunConfig", model: "DataclassInstance") -> "Trainer":
     make_folder("output_dir", run.output_dir)
     # Before the target: loading it may take minutes.
     check_one_disk(run.output_dir, accelerator)
-    objective_class = registry()[run.method][1]
+    objective_class = registry()[run.method]
     # Once per node: nodes may have separate caches.
     with accelerator.local_main_process_first():
         tokenizer = load_tokenizer_of(run)

@@ -51,8 +51,8 @@ class RunFacts:
 
     @property
     def evaluations(self) -> str:
-        evaluation, every = self.config.evaluation, self.config.evaluation.every_steps
-        when = f"every {every} steps" if every else "at the end"
+        evaluation = self.config.evaluation
+        when = evaluation.when(self.num_steps)
         decoded = f", {self.num_prompts} prompts decoded" * bool(self.num_prompts)
         rows = min(evaluation.max_rows, self.num_valid)
         held_out = f"{rows} held-out rows" if rows else "no held-out rows"

@@ -1,24 +1,19 @@
 """Training objective for the SPD head, by distillation with a simulated pipeline fill."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from dataclasses import replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from ..errors import check_ranges
 from ..files import Values
 from ..models.heads.draft import Draft
-from ..models.heads.spd import SPD, SPDConfig
+from ..models.heads.spd import SPD
 from ..models.transformer.decoder import embed
 from .batch import Batch, pick
-from .objective import (
-    LossOutput,
-    StagedObjective,
-    StagedTrainConfig,
-    labeled_rows,
-)
+from .methods import SPDTrainConfig
+from .objective import LossOutput, StagedObjective, labeled_rows
 
 # B batch, T positions, P = B T, H hidden, M labeled rows
 
@@ -26,25 +21,6 @@ RIDGE_ROWS = 40_000
 """Tokens used for the initial fit; twice as many changed nothing."""
 RIDGE = 0.03
 """Fit penalty as a share of the mean squared embedding entry."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SPDTrainConfig(SPDConfig, StagedTrainConfig):
-    """SPD head and its loss."""
-
-    full_probability: float = 0.5
-    """Share of examples with a full pipeline; the others have fewer tokens in flight, at least 1.
-    Full: n tokens, n - 1 with output states, m n to m n + m - 1 with m tokens per step."""
-    fills: int = 1
-    """Fill samples per batch: the head runs once for each, the target once for all."""
-    start: Literal["deepest", "ridge"] = "deepest"
-    """Initial projection of the newest token. deepest: identity, so the stream starts as the
-    embedding. ridge: the linear map from embeddings to normed final states with the best fit on
-    training rows, so an LM head can read the stream from the first step on."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_ranges(self, {"full_probability": "[0, 1]", "fills": "[1, inf)"}, "model.")
 
 
 def sample_occupancy(

@@ -115,8 +115,8 @@ class TreeSchedule(Schedule):
     grows: ClassVar[Growth | None] = "trees"
 
     tree: TreeShape = TreeShape()
-    """Draft shape per round: auto, chain:M, static, or dynamic[:LEVELS:BEAMS:TOKENS]. If TOKENS is
-    auto, the cost model chooses the number. auto alone times rounds of several shapes, and keeps
+    """Draft shape per round: auto, chain[:M], static, or dynamic[:LEVELS:BEAMS:TOKENS]. If TOKENS
+    is auto, the cost model chooses the number. auto alone times rounds of several shapes, and keeps
     the one with the most tokens per second (schedules eagle and naive_pp)."""
 
     @property

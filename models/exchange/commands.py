@@ -10,7 +10,17 @@ from tempfile import TemporaryDirectory
 from typing import ClassVar, Literal
 
 from ...files import write_folder
+from ...model_names import check_checkpoint
 from ...options import Options, option
+
+FORMATS: dict[str, Literal["sglang", "speculators", "gguf"]] = {
+    "sglang": "sglang",
+    "vllm": "speculators",
+    "llama.cpp": "gguf",
+    "speculators": "speculators",
+    "gguf": "gguf",
+}
+"""Value of --format -> the layout to write."""
 
 
 class Command(Options):
@@ -89,6 +99,7 @@ class PushOptions(Command):
     """with --dry-run: folder to write; default: out/upload/REPO"""
 
     def run(self) -> None:
+        check_checkpoint(self.checkpoint)
         from ..heads.draft import resolve_folder
         from .hub import check_repo_id, fill_upload, push
 
@@ -132,8 +143,8 @@ class ExportOptions(Command):
 
     checkpoint: str
     """checkpoint folder or a run's folder"""
-    format: Literal["sglang", "speculators", "gguf"]
-    """sglang: the EAGLE authors' layout; speculators: vLLM's; gguf: llama.cpp's"""
+    format: Literal["sglang", "vllm", "llama.cpp", "speculators", "gguf"]
+    """engine that will read the head; speculators and gguf are the layouts of vLLM and llama.cpp"""
     out: Path
     """folder to make"""
     target: str | None = None
@@ -144,19 +155,21 @@ class ExportOptions(Command):
     and becomes acceptance.json for the simulators in vLLM and SGLang"""
 
     def run(self) -> None:
+        check_checkpoint(self.checkpoint)
         from ..heads.draft import resolve_folder
         from .export import Origin, export
         from .llama_cpp import export_gguf
 
         folder = resolve_folder(self.checkpoint)
-        if self.format == "gguf":
+        layout = FORMATS[self.format]
+        if layout == "gguf":
             if self.results is not None:
-                raise ValueError("--results: not with --format gguf; leave it out")
+                raise ValueError(f"--results: not with --format {self.format}; leave it out")
             files, line = export_gguf(folder, self.out, target=self.target)
             print(*files, line, sep="\n")
             return
-        files = export(folder, self.format, self.out, target=self.target, results=self.results)
-        engine = "SGLang" if self.format == "sglang" else "vLLM"
+        files = export(folder, layout, self.out, target=self.target, results=self.results)
+        engine = "SGLang" if layout == "sglang" else "vLLM"
         where = f"# where {engine} is installed; docs/engines.md has the versions tried:"
         print(*files, where, Origin.read(self.out).launch_line(self.out), sep="\n")
 

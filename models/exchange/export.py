@@ -26,6 +26,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ...files import file_sha256, make_readable, to_json, write_folder
+from ..heads.configs import DSparkConfig
 from ..heads.dflash import DFlash
 from ..heads.draft import (
     CONFIG_FILE,
@@ -37,7 +38,7 @@ from ..heads.draft import (
     load_untied,
     read_description,
 )
-from ..heads.dspark import DSpark, DSparkConfig
+from ..heads.dspark import DSpark
 from ..heads.eagle import Eagle
 from ..heads.eagle3 import Eagle3
 from ..heads.mtp import MTP, MTP_PREFIX
@@ -151,7 +152,7 @@ def export(
         if simulators is not None:
             (temporary / SIMULATORS_FILE).write_bytes(simulators)
 
-    return write_folder(out, fill, inputs=[folder])
+    return write_folder(out, fill, inputs=[folder], replaces=ORIGIN_FILE)
 
 
 def load_head(folder: Path, layout: str, kinds: Sequence[str]) -> tuple[Draft, Description]:

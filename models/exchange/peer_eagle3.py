@@ -12,7 +12,8 @@ from typing import Any
 import msgspec
 
 from ...files import Values
-from ..heads.eagle3 import Eagle3, Eagle3Config, default_feature_layers
+from ..heads.configs import Eagle3Config, three_feature_layers
+from ..heads.eagle3 import Eagle3
 from .peer_files import FAMILIES, HEAD, Peer
 from .peer_settings import (
     LAYER_SETTINGS,
@@ -184,7 +185,7 @@ def _feature_layers(peer: Peer, given: _Eagle3Settings) -> tuple[int, ...]:
     outputs: list[int] | None = getattr(given.engine, key)
     numbers, shift = (outputs, 1) if inputs is None else (inputs, 0)
     if numbers is None:
-        layers = default_feature_layers(peer.num_layers)
+        layers = three_feature_layers(peer.num_layers)
     elif numbers and all(0 <= number + shift <= peer.num_layers for number in numbers):
         layers = tuple(number + shift for number in numbers)
     else:

@@ -31,12 +31,13 @@ import torch
 
 from ...files import Values, write_folder
 from ...pretrained import load_config
+from ..heads.configs import EagleConfig, SPDConfig
 from ..heads.dflash import DFlash
 from ..heads.draft import Draft, TargetReference, read_description
 from ..heads.dspark import DSpark
-from ..heads.eagle import Eagle, EagleConfig
+from ..heads.eagle import Eagle
 from ..heads.mtp import MTP, MTP_PREFIX, native_parts
-from ..heads.spd import SPD, SPDConfig
+from ..heads.spd import SPD
 from ..transformer.decoder import norm_factor
 from ..transformer.fingerprint import read_target
 from ..transformer.layers import LayerConfig

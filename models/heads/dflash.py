@@ -11,15 +11,14 @@ anchor, whatever tokens lie in between.
 # G rows in a group of blocks, K keys visible to a group
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
-from typing import ClassVar, NamedTuple, Self, cast
+from typing import ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ...errors import check_ranges
 from ..transformer.decoder import norm_factor, plain_embedding
 from ..transformer.layers import (
     DecoderLayer,
@@ -27,69 +26,17 @@ from ..transformer.layers import (
     LayerConfig,
     RMSNorm,
     RotaryEmbedding,
-    check_layers,
     document_slices,
     initialize_matrices,
     masked_attention,
     positions_of,
 )
+from .configs import DFlashConfig
 from .draft import Draft, TargetReference
 
 GROUP_ROWS = 128
 """Block rows per attention call. A block sees no other block, so a larger call would compute more
 pairs only to mask them out."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class DFlashConfig:
-    """Architecture of the DFlash head."""
-
-    num_layers: int = 5
-    """Decoder layers in the head."""
-    block_size: int = 16
-    """Rows per block, including the anchor: one more than the draft tokens per block."""
-    feature_layers: tuple[int, ...] = ()
-    """Target layers whose raw hidden states are fused, 0 = embedding; empty: five, 2 to L - 2."""
-    mask_token_id: int | None = None
-    """Token embedded at masked rows; None: the last token in the vocabulary."""
-    draft_vocab_size: int | None = None
-    """U: draft vocabulary size (most frequent training tokens); None: the target's vocabulary."""
-    num_target_layers: int = 0
-    """L, the target's layer count; filled in from the target."""
-
-    def __post_init__(self) -> None:
-        check_ranges(self, {"num_layers": "[1, inf)", "block_size": "[2, 256]"}, "model.")
-        check_layers(self.feature_layers, self.num_target_layers)
-
-    @property
-    def first_row(self) -> int:
-        """Block row with the first draft token."""
-        return 1
-
-    @property
-    def num_tokens(self) -> int:
-        """S: draft tokens per block."""
-        return self.block_size - self.first_row
-
-    def for_target(self, num_layers: int, vocab_size: int) -> Self:
-        """Return the configuration with the target's values filled in."""
-        mask = vocab_size - 1 if self.mask_token_id is None else self.mask_token_id
-        if not 0 <= mask < vocab_size:
-            raise ValueError(
-                f"model.mask_token_id: {mask} is not in 0..{vocab_size - 1}, the target's "
-                "vocabulary; leave it out for the last token"
-            )
-        layers = self.feature_layers or default_feature_layers(num_layers)
-        return replace(
-            self, num_target_layers=num_layers, feature_layers=layers, mask_token_id=mask
-        )
-
-
-def default_feature_layers(num_layers: int) -> tuple[int, ...]:
-    """Return the authors' five evenly spaced layers from 2 to L - 2, or fewer if L is small."""
-    if num_layers < 6:
-        return tuple(sorted({min(1, num_layers), num_layers // 2, num_layers}))
-    return tuple(sorted({round(2 + part * (num_layers - 4) / 4) for part in range(5)}))
 
 
 class _Group(NamedTuple):

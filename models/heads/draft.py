@@ -22,15 +22,15 @@ from ...errors import first_line
 from ...files import Values, make_readable, packaged, read_bounded
 from ...hub_link import hub_link
 from ...model_kinds import check_adapter, find_in
-from ...pretrained import did_you_mean, is_offline_and_unknown
+from ...model_names import check_checkpoint
 from ...weights import check_finite, tensor_shapes
 from ..speed.cpu import lay_out
 from ..speed.rounded import round_head
 from ..target import StagedTarget, fingerprint_mismatch, target_fingerprint
-from ..transformer.boundaries import stage_boundaries
 from ..transformer.decoder import norm_factor
 from ..transformer.fingerprint import HEAD
 from ..transformer.layers import DecoderLayer, LayerConfig, RMSNorm, RotaryEmbedding
+from .configs import StagedDraftConfig
 
 CONFIG_FILE = "config.json"
 MAX_CONFIG_BYTES = 2**22  # a checkpoint may come from anybody: bound what is parsed
@@ -411,16 +411,7 @@ def resolve_folder(path_or_repo: str, *, revision: str | None = None) -> Path:
                 "evaluation, or stop it with Ctrl-C, which saves"
             )
         return found or folder
-    if path_or_repo.count("/") != 1 or path_or_repo.startswith((".", "/")):
-        raise ValueError(
-            f"checkpoint: no folder {path_or_repo!r}; give a folder written by pipedraft train, "
-            "or user/name on the Hub"
-        )
-    if is_offline_and_unknown(path_or_repo):
-        raise ValueError(
-            f"checkpoint: no folder {path_or_repo!r} here{did_you_mean(path_or_repo)}; as a Hub "
-            "name: not in the cache, and HF_HUB_OFFLINE is set; unset it, or give a folder"
-        )
+    check_checkpoint(path_or_repo)
     files = ["*.json", "*.safetensors", "README.md"]
     with hub_link(f"checkpoint: {path_or_repo!r}"):
         return Path(snapshot_download(path_or_repo, revision=revision, allow_patterns=files))
@@ -429,25 +420,27 @@ def resolve_folder(path_or_repo: str, *, revision: str | None = None) -> Path:
 def head_of_run(folder: Path) -> Path | None:
     """Return the checkpoint to use from a run's output folder, or None for another folder.
 
-    This is the best one. A stopped run may have none yet: then the newest, with a note on stderr.
+    This is the best one. A stopped run may have none yet: then the newest. A note on stderr says
+    which.
     """
     if (folder / CONFIG_FILE).exists():
         return None
     if (folder / "best" / CONFIG_FILE).exists():
+        _tell_head(folder / "best", "the run's best head")
         return folder / "best"
     # Steps have leading zeros, and a folder gets its name when it is complete.
     saved = sorted(folder.glob(f"checkpoints/step-*/{CONFIG_FILE}"))
     if not saved:
         return None
     newest = saved[-1].parent
-    _tell_newest(newest)
+    _tell_head(newest, "the run's newest head, as it has no best/ yet")
     return newest
 
 
 @cache
-def _tell_newest(folder: Path) -> None:
+def _tell_head(folder: Path, which: str) -> None:
     """Print the note once per process, because commands look for a checkpoint several times."""
-    print(f"note: this run has no best/ yet, so {folder} is used, its newest", file=sys.stderr)
+    print(f"note: {folder} is used, {which}", file=sys.stderr)
 
 
 def draft_vocabulary(token_counts_V: Tensor, size: int) -> Tensor:
@@ -468,25 +461,6 @@ def draft_vocabulary(token_counts_V: Tensor, size: int) -> Tensor:
 # -- drafts of a target cut into stages -------------------------------------------------------
 
 # H hidden, U draft vocabulary
-
-
-@dataclass(frozen=True, kw_only=True)
-class StagedDraftConfig:
-    num_stages: int = 4
-    """n: pipeline stages in the target."""
-    boundaries: tuple[int, ...] = ()
-    """Stage boundaries 0..L for an intentionally uneven split; empty: as even as possible."""
-    num_target_layers: int = 0
-    """L, the target's layer count; filled in from the target."""
-    draft_vocab_size: int | None = None
-    """U: draft vocabulary size (most frequent training tokens); None: the target's vocabulary."""
-    share_head: bool = False
-    """Use the target's LM head, restricted to the draft vocabulary: not trained, not saved."""
-
-    @property
-    def cut(self) -> tuple[int, ...]:
-        """Stage boundaries 0..L, computed if none are given."""
-        return self.boundaries or stage_boundaries(self.num_target_layers, self.num_stages)
 
 
 class StagedDraft(Draft):

@@ -10,46 +10,17 @@ distribution. A second head predicts the acceptance probability.
 # B batch, T positions, A blocks, S draft tokens per block
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ...errors import check_ranges
 from ..transformer.layers import LayerConfig
-from .dflash import DFlash, DFlashConfig
+from .configs import DSparkConfig
+from .dflash import DFlash
 from .draft import TargetReference
-
-
-@dataclass(frozen=True, kw_only=True)
-class DSparkConfig(DFlashConfig):
-    """Architecture of the DSpark head."""
-
-    block_size: int = 7
-    """Rows per block; each gives a draft token, the anchor's row only with sample_from_anchor."""
-    markov_rank: int = 256
-    """r, rank of the token-pair table; 0: no table, so the block is DFlash's."""
-    confidence: Literal["pair", "state", "none"] = "pair"
-    """Input for predicting acceptance. state: the output at a token's place. pair: also the table's
-    row for the previous token. none: no prediction."""
-    sample_from_anchor: bool = True
-    """True: every row predicts the token after its own, including the anchor's. False: each mask
-    row predicts its own token, as in DFlash."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_ranges(self, {"markov_rank": "[0, inf)"}, "model.")
-        if self.confidence == "pair" and not self.markov_rank:
-            raise ValueError(
-                "model.confidence: 'pair' with model.markov_rank 0; give state or none"
-            )
-
-    @property
-    def first_row(self) -> int:
-        return int(not self.sample_from_anchor)
 
 
 class _Pairs(nn.Module):

@@ -12,7 +12,7 @@ This module has the base that EAGLE-1 (arXiv:2401.15077), EAGLE-3 and MTP layers
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -31,6 +31,7 @@ from ..transformer.layers import (
     positions_of,
 )
 from .banded_attention import ttt_attention
+from .configs import EagleConfig
 from .draft import Draft, TargetReference
 
 
@@ -247,22 +248,6 @@ class TiedHead(EagleHead):
         self.fc.weight.normal_(std=0.1 * hidden**-0.5)
         # Columns from H on read the state: the embedding comes first in the joined input.
         self.fc.weight[:, hidden:] += torch.eye(hidden)
-
-
-@dataclass(frozen=True, kw_only=True)
-class EagleConfig:
-    """Architecture of the EAGLE-1 head."""
-
-    num_target_layers: int = 0
-    """L, the target's layer count; filled in from the target."""
-    fc_bias: bool = True
-    """Bias in the projection; some of the authors' heads have none."""
-    attention_bias: bool = False
-    """Biases in the query, key and value projections."""
-
-    @property
-    def num_layers(self) -> int:
-        return 1
 
 
 class Eagle(TiedHead):

@@ -4,98 +4,28 @@
 # B batch, T rows per sequence, M rows per training step, C = (N + 2 J) D
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from dataclasses import replace
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ...errors import check_ranges
-from ...files import Values
 from ..transformer.layers import (
-    HEAD_ROPES,
     Attention,
     GatedMLP,
     LayerConfig,
     RMSNorm,
     RotaryEmbedding,
-    check_layers,
     initialize_matrices,
     positions_of,
     rotate,
 )
 from .banded_attention import ttt_attention
+from .configs import Eagle3Config
 from .draft import TargetReference, initialize_head
 from .eagle import EagleHead
-
-
-@dataclass(frozen=True, kw_only=True)
-class Eagle3Config:
-    """Architecture of the EAGLE-3 head."""
-
-    feature_layers: tuple[int, ...] = ()
-    """Target layers whose raw hidden states are fused, 0 = embedding; empty: 2, L // 2, L - 3."""
-    num_target_layers: int = 0
-    """L, the target's layer count; filled in from the target."""
-    draft_vocab_size: int | None = None
-    """U: draft vocabulary size (most frequent training tokens); None: the target's vocabulary."""
-    share_head: bool = False
-    """Use the target's LM head, restricted to the draft vocabulary: not trained, not saved."""
-    norm_output: bool = False
-    """EAGLE-3.1: feed back the normed state instead of the raw one."""
-    fc_norm: bool = False
-    """EAGLE-3.1: apply RMSNorm to each fused hidden state before the projection."""
-    norm_before_fc: bool = False
-    """Apply one RMSNorm to the joined hidden states before the projection, as in gpt-oss heads."""
-    norm_before_residual: bool = False
-    """Start the layer's residual stream from the normed state instead of the raw one."""
-    query_key_norm: bool = False
-    """Apply RMSNorm to each query and key head, as in heads built from Qwen3's layer."""
-    attention_bias: bool = False
-    """Biases in the query, key and value projections."""
-    sliding_window: int | None = None
-    """Positions that a row sees in training and decoding, its own included; None: all."""
-    rope_theta: float | None = None
-    """Base for the head's rotary positions; None: the target's."""
-    rope_scaling: dict[str, Any] | None = None
-    """Scaling for the head's rotary positions in transformers' form; None: the target's."""
-
-    def __post_init__(self) -> None:
-        if self.fc_norm and self.norm_before_fc:
-            raise ValueError("model.norm_before_fc: True with model.fc_norm; give one of them")
-        check_ranges(self, {"sliding_window": "[1, inf)"}, "model.")
-        kind = (self.rope_scaling or {}).get("rope_type", "default")
-        if kind not in HEAD_ROPES:
-            raise ValueError(
-                f"model.rope_scaling: rope_type {kind!r}; give one of {', '.join(HEAD_ROPES)}"
-            )
-        check_layers(self.feature_layers, self.num_target_layers)
-
-    @property
-    def num_layers(self) -> int:
-        return 1
-
-    def rope(self, parameters: Values) -> Values:
-        """Return the head's rotary parameters, given the target's."""
-        if self.rope_scaling is not None:
-            theta = parameters.get("rope_theta", 1e4)
-            parameters = {"rope_type": "default", "rope_theta": theta} | self.rope_scaling
-        own = {} if self.rope_theta is None else {"rope_theta": self.rope_theta}
-        return parameters | own
-
-    def for_target(self, num_layers: int) -> "Eagle3Config":
-        """Return the configuration with the target's depth and the fused layers filled in."""
-        layers = self.feature_layers or default_feature_layers(num_layers)
-        return replace(self, num_target_layers=num_layers, feature_layers=layers)
-
-
-def default_feature_layers(num_layers: int) -> tuple[int, ...]:
-    """Return the authors' choice, (2, L // 2, L - 3), or fewer layers for a shallow target."""
-    if num_layers < 6:  # 2, L // 2 and L - 3 would meet or cross
-        return tuple(sorted({min(1, num_layers), num_layers // 2, num_layers}))
-    return 2, num_layers // 2, num_layers - 3
 
 
 class Eagle3Layer(nn.Module):

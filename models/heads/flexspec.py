@@ -8,15 +8,13 @@ target as long as the copied block, called the anchor, is unchanged in the targe
 # E readings, H hidden, D head size, U draft vocabulary
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import ClassVar, Literal, cast
+from typing import ClassVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ...errors import check_ranges
 from ..speed.rounded import rounded_dtype
 from ..stages.stage import Stage
 from ..target import StagedTarget
@@ -33,57 +31,11 @@ from ..transformer.layers import (
     initialize_matrices,
     positions_of,
 )
+from .configs import FlexSpecConfig
 from .draft import Draft, TargetReference
 
 SAME_BLOCK = 0.05
 """Relative difference below which two blocks count as equal, also in 16 bits."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class FlexSpecConfig:
-    """Architecture of the FlexSpec draft. The preset sets omitted fields."""
-
-    preset: Literal["paper", "practical"] = "practical"
-    """paper: embeddings enter the anchor directly, and its raw output enters the MLP. practical: a
-    linear map and an RMSNorm before the anchor, the target's final norm after it."""
-    residual: bool | None = None
-    """Add the MLP's output to its input. Preset: paper no, practical yes."""
-    head_init: Literal["random", "target"] | None = None
-    """Initial vocabulary projection; target: its LM head. Preset: paper random, practical:
-    target."""
-    stem_layers: int = 0
-    """Trainable decoder layers between the stem and the anchor; practical only."""
-    feature_source: Literal["none", "self"] = "none"
-    """self: read the sequence twice. The second reading's stem gets the embedding and the first
-    reading's output at the previous position. Practical only."""
-    draft_vocab_size: int | None = None
-    """U: draft vocabulary size (most frequent training tokens); None: the target's vocabulary."""
-
-    def __post_init__(self) -> None:
-        check_ranges(
-            self, {"stem_layers": "[0, 2]; for a deeper draft, train a language model"}, "model."
-        )
-        for name, plain in (("stem_layers", 0), ("feature_source", "none")):
-            value = getattr(self, name)
-            if self.preset == "paper" and value != plain:
-                raise ValueError(
-                    f"model.{name}: {value} needs a stem, which preset paper lacks; give "
-                    "--model.preset practical"
-                )
-        practical = self.preset == "practical"
-        if self.residual is None:
-            object.__setattr__(self, "residual", practical)
-        if self.head_init is None:
-            object.__setattr__(self, "head_init", "target" if practical else "random")
-
-    @property
-    def num_readings(self) -> int:
-        return 2 if self.feature_source == "self" else 1
-
-    @property
-    def num_layers(self) -> int:
-        """Decoder layers per reading, including the anchor."""
-        return self.stem_layers + 1
 
 
 class FlexSpec(Draft):

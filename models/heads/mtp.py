@@ -11,7 +11,6 @@ arXiv:2509.18362). Weights have the names in Qwen3.5's checkpoints, minus the pr
 
 # ... any leading axes, H hidden, N query heads, J key heads, D head size
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -28,26 +27,12 @@ from ..transformer.layers import (
     initialize_matrices,
     rotate,
 )
+from .configs import MTPConfig
 from .draft import TargetReference
 from .eagle import TiedHead
 
 MTP_PREFIX = "mtp."
 """Prefix of the layer's weight names in a target's files."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class MTPConfig:
-    """Architecture of the MTP layer."""
-
-    num_target_layers: int = 0
-    """L, the target's layer count; filled in from the target."""
-    native: bool = False
-    """True: Qwen3.5's own layer, with an output gate in the attention, and norms with factor 1 +
-    weight. False: a Llama layer, or a Qwen3 layer for a Qwen3 target. An import sets this."""
-
-    @property
-    def num_layers(self) -> int:
-        return 1
 
 
 class OffsetRMSNorm(RMSNorm):

@@ -8,14 +8,12 @@ attention over the sequence suffices, and no row is computed twice.
 # B batch, T positions, R rows per decode call, C cached rows, H hidden, U draft vocabulary
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ...errors import check_ranges
 from ..transformer.layers import (
     KeyValues,
     LayerConfig,
@@ -24,20 +22,8 @@ from ..transformer.layers import (
     initialize_matrices,
     positions_of,
 )
-from .draft import StagedDraft, StagedDraftConfig, TargetReference, initialize_head
-
-
-@dataclass(frozen=True, kw_only=True)
-class PPSDConfig(StagedDraftConfig):
-    """PPSD head's architecture; it reads the first stage's output."""
-
-    num_layers: int = 1
-    """Decoder layers in the head (Ls). Each step waits for them: with L target layers, n stages and
-    acceptance length L', the speed-up is L' L / (Ls n + L)."""
-
-    def __post_init__(self) -> None:
-        # With one stage no token is in flight, so there is nothing to draft meanwhile.
-        check_ranges(self, {"num_stages": "[2, inf)", "num_layers": "[1, inf)"}, "model.")
+from .configs import PPSDConfig
+from .draft import StagedDraft, TargetReference, initialize_head
 
 
 class PPSD(StagedDraft):

@@ -11,16 +11,14 @@ so the pipeline never runs empty.
 # R rows per decode call, P committed positions, Q query rows
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import groupby, pairwise
-from typing import ClassVar, Literal, cast
+from typing import ClassVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ...errors import check_ranges
 from ..transformer.layers import (
     DecoderLayer,
     KeyValues,
@@ -30,82 +28,10 @@ from ..transformer.layers import (
     positions_of,
     rotate,
 )
-from .draft import StagedDraft, StagedDraftConfig, TargetReference, initialize_head
+from .configs import SPDConfig
+from .draft import StagedDraft, TargetReference, initialize_head
 from .draft_calls import call
 from .structural import Fill, structural_attention
-
-
-@dataclass(frozen=True, kw_only=True)
-class SPDConfig(StagedDraftConfig):
-    """Architecture of the SPD head, run next to the stages."""
-
-    num_layers: int = 2
-    """Decoder layers in the head (Ls)."""
-    features: Literal["paper", "anchors", "listed"] = "paper"
-    """Layers fused into the feature at each depth; l: the last layer passed. paper: 0, l // 2, l.
-    anchors: 0 and all in ``anchors`` up to l. listed: those in ``depth_layers``."""
-    anchors: tuple[int, ...] = ()
-    """Layer indices for ``features: anchors``, ascending."""
-    depth_layers: tuple[tuple[int, ...], ...] = ()
-    """Layer indices for depths 1, 2 .. n with ``features: listed``."""
-    layer_projections: bool = False
-    """Add one projection per layer for the features at each depth 1 .. n, as in the authors'
-    version 10; requires ``query: newest``."""
-    normed_last: bool = False
-    """Index L means the state after the target's final norm, as in the authors' releases."""
-    query: Literal["newest", "all"] = "newest"
-    """newest: only the newest token's stream passes the head's layers. all: the streams of all
-    depths do."""
-    timing: Literal["input_states", "output_states"] = "input_states"
-    """States the head reads. input_states: before a step. output_states: after it, each token one
-    stage deeper, so depth 0 is missing. Decode with the same timing."""
-    tokens_per_step: int = 1
-    """Draft tokens per branch and step, one forward each; useful if Ls < L / n leaves time for
-    several. They enter together with the same depth. Decode with the same number."""
-
-    def __post_init__(self) -> None:
-        check_ranges(self, {"num_stages": "[1, inf)", "num_layers": "[1, inf)"}, "model.")
-        # The head drafts while the stages run; with output states they wait for each draft token.
-        most = 1 if self.lead else self.num_target_layers or "inf"  # 0 layers: not known yet
-        check_ranges(self, {"tokens_per_step": f"[1, {most}]"}, "model.")
-        if self.max_in_flight < 1:
-            raise ValueError(
-                "model.timing: 'output_states' with 1 stage, after which no token is in flight; "
-                "give model.num_stages 2 or more"
-            )
-        if (self.features == "anchors") != bool(self.anchors):
-            raise ValueError(
-                f"model.anchors: {list(self.anchors)} with features {self.features!r}; anchors are "
-                "given exactly when features is 'anchors'"
-            )
-        if len(self.depth_layers) != (self.num_stages if self.features == "listed" else 0):
-            raise ValueError(
-                f"model.depth_layers: {len(self.depth_layers)} depths with features "
-                f"{self.features!r}; features 'listed' takes {self.num_stages}, others none"
-            )
-        if self.layer_projections and self.query != "newest":
-            raise ValueError("model.layer_projections: True with query 'all'; give query newest")
-        if list(self.anchors) != sorted(set(self.anchors)):
-            raise ValueError(f"model.anchors: {list(self.anchors)} are not ascending and distinct")
-        passed = (self.num_target_layers, *self.cut[1:]) if self.num_target_layers else ()
-        for given, last in zip((self.anchors, *self.depth_layers), passed, strict=False):
-            if not all(0 <= layer <= last for layer in given):
-                name = "depth_layers" if self.depth_layers else "anchors"
-                raise ValueError(f"model.{name}: {[*given]} are not in 0..{last}, passed by then")
-
-    @property
-    def lead(self) -> int:
-        """Number of stages that the newest token has passed, 1 with output states, else 0."""
-        return int(self.timing == "output_states")
-
-    @property
-    def max_in_flight(self) -> int:
-        """Maximum number of rows in flight before the newest row. Earlier rows are committed.
-
-        With m tokens per step this is m n + m - 1, including m - 1 rows just drafted. With output
-        states it is one less.
-        """
-        return self.num_stages * self.tokens_per_step + self.tokens_per_step - 1 - self.lead
 
 
 def feature_layers(config: SPDConfig) -> list[tuple[int, ...]]:

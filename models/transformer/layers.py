@@ -22,16 +22,14 @@ from torch.overrides import TorchFunctionMode
 from transformers import LlamaConfig, PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from ...errors import UsageError
 from ...files import Values
+from ...model_kinds import HEAD_ROPES
 from .decoder import packed_masks
 
 ROPE_SETTINGS = (
     *("attention_factor", "beta_fast", "beta_slow", "factor", "high_freq_factor"),
     *("low_freq_factor", "original_max_position_embeddings", "rope_theta", "rope_type"),
 )
-HEAD_ROPES = ("default", "linear", "llama3", "yarn", "dynamic")
-"""Rotary position types computed by heads as in transformers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,15 +84,6 @@ class LayerConfig:
             return layer
         rope = layer.rope_parameters | {"partial_rotary_factor": partial}
         return replace(layer, rope_parameters=rope)
-
-
-def check_layers(layers: Sequence[int], last: int) -> None:
-    """Refuse fused layers outside a target with ``last`` layers (0: not known yet)."""
-    if last and not all(0 <= layer <= last for layer in layers):
-        raise UsageError(
-            f"model.feature_layers: {list(layers)} are not all in 0..{last}; the target has {last} "
-            "layers"
-        )
 
 
 def intermediate_size(config: PreTrainedConfig) -> int:

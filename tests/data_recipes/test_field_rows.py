@@ -177,3 +177,21 @@ def test_a_dialogue_asks_with_all_that_the_row_has(tokenizer):
         assert Dialogue.read(0, json.dumps(asked)).question() == [USER]
     with pytest.raises(RowFailed, match="no turns"):
         Dialogue.read(0, json.dumps({"messages": []}))
+
+
+def test_alpaca_rows_are_conversations():
+    """Their input follows the instruction. Without an output, the target's answer is asked for."""
+    row = {"instruction": "Add.", "input": "1 and 2", "output": "3", "source": "x"}
+    turns = [("user", "Add.\n\n1 and 2"), ("assistant", "3")]
+    found = read_conversation(row)
+    assert [(turn["role"], turn["content"]) for turn in found.messages] == turns
+    assert found.left_out == ()
+    assert read_row({**row, "input": " "}).messages[0]["content"] == "Add."
+    assert read_row({**row, "messages": [USER, OK]}).messages[0]["content"] == USER["content"]
+    dialogue = Dialogue.read(0, json.dumps({**row, "output": ""}))
+    assert dialogue.prompts == [[{"role": "user", "content": turns[0][1]}]]
+    assert "output" not in dialogue.fields and dialogue.fields["source"] == "x"
+    with pytest.raises(ValueError, match="no assistant turn"):
+        read_conversation({"instruction": "Add."})
+    with pytest.raises(ValueError, match="no messages or conversations field"):
+        read_row({"instruction": "Add.", "output": 3})

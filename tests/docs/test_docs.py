@@ -29,7 +29,7 @@ from pipedraft.eval import __main__ as evaluation
 from pipedraft.inference.decode_options import WINGS
 from pipedraft.models import __main__ as checkpoints
 from pipedraft.train import config
-from pipedraft.train.run import methods
+from pipedraft.train.methods import methods
 from pipedraft.wings import commands_of
 
 CLI_PAGE = REPOSITORY / "docs" / "cli.md"

@@ -24,8 +24,9 @@ from pipedraft.inference.edge.session_messages import REPLIES, Close
 from pipedraft.inference.edge.stream import Access, read_description
 from pipedraft.inference.edge.wire import SERVICE
 from pipedraft.inference.server_options import ListenOptions
+from pipedraft.models.heads.configs import FlexSpecConfig
 from pipedraft.models.heads.draft import TargetReference
-from pipedraft.models.heads.flexspec import FlexSpec, FlexSpecConfig
+from pipedraft.models.heads.flexspec import FlexSpec
 from pipedraft.models.transformer.layers import LayerConfig
 
 TOKEN = "opensesame"

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from pipedraft.eval.command import ways_of
 from pipedraft.eval.metrics import AUTOREGRESSIVE, OVERALL
-from pipedraft.eval.record import LosslessRecord
+from pipedraft.eval.record import LosslessRecord, WallClockRecord
 from pipedraft.eval.report import write_report
 from pipedraft.eval.screen import screen_table
 from pipedraft.files import to_json
@@ -108,6 +108,25 @@ def test_the_terminals_table_is_narrow_and_has_the_baseline() -> None:
     assert all(len(line) == column + len("lossless") for line in table[:18])
     assert max(map(len, table[:18])) < 100
     assert any(AUTOREGRESSIVE in line for line in table)
+
+
+@pytest.mark.parametrize(
+    "tree, note",
+    [
+        ("dynamic:7:10:59", "A large tree costs more than it saves here: try --tree chain:3"),
+        ("chain:3", "The draft costs more than it saves here, as a chain, too."),
+    ],
+)
+def test_a_full_line_keeps_tau_and_advice_fits_what_ran(tree: str, note: str) -> None:
+    runs = make_runs(("mt_bench", "gsm8k"), stages=(4,))
+    slow = WallClockRecord(tokens_per_s=123456.7, speedup=0.5)
+    named = {"method": "smollm2_eagle3, temperature 1.0", "tree": tree, "wallclock": slow}
+    runs += [replace(run, **named) for run in runs if run.method == "spd"]
+    text = screen_table(runs)
+    header = next(line for line in text.splitlines() if line.startswith("benchmark")).split()
+    assert "tau" in header and "speed-up" in header and "S" not in header
+    assert "Left out, as the line is full: S" in text and note in text
+    assert text.count("costs more than it saves") == 1
 
 
 def test_ways_that_no_column_tells_apart_have_their_settings_in_the_name() -> None:

@@ -11,7 +11,8 @@ from tiny_models import tiny_llama
 
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.cost_model import CostModel, continuous_acceptance_length
-from pipedraft.models.heads.spd import SPDConfig, feature_layers
+from pipedraft.models.heads.configs import SPDConfig
+from pipedraft.models.heads.spd import feature_layers
 from pipedraft.train.spd import sample_occupancy
 
 

@@ -38,6 +38,7 @@ from pipedraft.inference.shapes import TreeShape
 from pipedraft.inference.sources.dflash import DFlashSource
 from pipedraft.inference.sources.dspark import DSparkSource
 from pipedraft.models.heads import dflash
+from pipedraft.models.heads.configs import five_feature_layers
 from pipedraft.models.heads.dspark import DSpark
 from pipedraft.train.dflash import (
     block_lengths,
@@ -111,9 +112,9 @@ def test_a_block_that_sees_other_rows_is_noticed(mutant, monkeypatch):
 
 
 def test_feature_layers_are_spread_over_the_target():
-    assert dflash.default_feature_layers(36) == (2, 10, 18, 26, 34)  # as in the published heads
-    assert dflash.default_feature_layers(16) == (2, 5, 8, 11, 14)
-    assert dflash.default_feature_layers(2) == (1, 2)
+    assert five_feature_layers(36) == (2, 10, 18, 26, 34)  # as in the published heads
+    assert five_feature_layers(16) == (2, 5, 8, 11, 14)
+    assert five_feature_layers(2) == (1, 2)
 
 
 def test_the_anchors_row_gives_a_draft_token_too():

@@ -14,14 +14,9 @@ from pipedraft.models import load_draft
 from pipedraft.models.heads.eagle import Eagle
 from pipedraft.models.target import capture_hidden
 from pipedraft.train.batch import Batch
-from pipedraft.train.eagle import (
-    EVALUATED_DEPTH,
-    EagleObjective,
-    EagleTrainConfig,
-    chain_rows,
-    feature_noise,
-)
+from pipedraft.train.eagle import EVALUATED_DEPTH, EagleObjective, chain_rows, feature_noise
 from pipedraft.train.loop import make_optimizers
+from pipedraft.train.methods import EagleTrainConfig
 
 LENGTH = 11
 

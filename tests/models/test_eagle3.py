@@ -22,12 +22,8 @@ from pipedraft.models.heads.banded_attention import ttt_attention
 from pipedraft.models.heads.draft import load_untied
 from pipedraft.models.target import capture_hidden
 from pipedraft.train.batch import Batch
-from pipedraft.train.eagle3 import (
-    Eagle3Objective,
-    Eagle3TrainConfig,
-    chain_lengths,
-    counted_steps,
-)
+from pipedraft.train.eagle3 import Eagle3Objective, chain_lengths, counted_steps
+from pipedraft.train.methods import Eagle3TrainConfig
 
 torch.set_num_threads(1)
 

@@ -17,7 +17,7 @@ from pipedraft.models.target import StagedTarget
 from pipedraft.models.transformer.layers import LayerConfig
 from pipedraft.pretrained import context_length, unapplied_settings
 from pipedraft.train.config import _peek_method
-from pipedraft.train.run import methods
+from pipedraft.train.methods import methods
 
 ROPE = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0}
 

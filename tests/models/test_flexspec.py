@@ -39,8 +39,9 @@ from pipedraft.inference.schedules.pipeinfer import PipeInfer
 from pipedraft.inference.sources import default_schedule
 from pipedraft.inference.sources.flexspec import FlexSpecSource
 from pipedraft.models import load_draft
+from pipedraft.models.heads.configs import FlexSpecConfig
 from pipedraft.models.heads.draft import TargetReference, read_description
-from pipedraft.models.heads.flexspec import FlexSpec, FlexSpecConfig, check_anchor
+from pipedraft.models.heads.flexspec import FlexSpec, check_anchor
 from pipedraft.models.target import StagedTarget
 from pipedraft.models.target_part import load_target_part
 from pipedraft.models.transformer.layers import KeyValues, LayerConfig

@@ -93,5 +93,5 @@ def test_other_families_and_missing_files_are_refused(tmp_path, model):
         load_target(str(other))
     with pytest.raises(ValueError, match="no file"):
         load_target(str(tmp_path / "none.gguf"))
-    with pytest.raises(UsageError, match="in use"):
+    with pytest.raises(UsageError, match="holds other files"):
         gguf_files.convert_gguf(write_gguf(tmp_path / "tiny.gguf", model), tmp_path)

@@ -31,7 +31,8 @@ from pipedraft.models.heads.mtp import MTP
 from pipedraft.models.target import load_target
 from pipedraft.models.transformer.fingerprint import read_target
 from pipedraft.train.batch import Batch
-from pipedraft.train.mtp import MTPObjective, MTPTrainConfig
+from pipedraft.train.methods import MTPTrainConfig
+from pipedraft.train.mtp import MTPObjective
 
 STEPS, LENGTH = 4, 10
 IDS = torch.randint(61, (LENGTH,), generator=torch.Generator().manual_seed(6))

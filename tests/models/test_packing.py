@@ -25,14 +25,24 @@ from pipedraft.models.target import capture_hidden
 from pipedraft.models.transformer import layers
 from pipedraft.models.transformer.layers import GatedMLP, RotaryEmbedding
 from pipedraft.train.batch import Batch
-from pipedraft.train.dflash import DFlashObjective, DFlashTrainConfig
-from pipedraft.train.dspark import DSparkObjective, DSparkTrainConfig
-from pipedraft.train.eagle import EagleObjective, EagleTrainConfig, feature_noise
-from pipedraft.train.eagle3 import Eagle3Objective, Eagle3TrainConfig
-from pipedraft.train.flexspec import FlexSpecObjective, FlexSpecTrainConfig
-from pipedraft.train.mtp import MTPObjective, MTPTrainConfig
-from pipedraft.train.ppsd import PPSDObjective, PPSDTrainConfig
-from pipedraft.train.spd import SPDObjective, SPDTrainConfig
+from pipedraft.train.dflash import DFlashObjective
+from pipedraft.train.dspark import DSparkObjective
+from pipedraft.train.eagle import EagleObjective, feature_noise
+from pipedraft.train.eagle3 import Eagle3Objective
+from pipedraft.train.flexspec import FlexSpecObjective
+from pipedraft.train.methods import (
+    DFlashTrainConfig,
+    DSparkTrainConfig,
+    Eagle3TrainConfig,
+    EagleTrainConfig,
+    FlexSpecTrainConfig,
+    MTPTrainConfig,
+    PPSDTrainConfig,
+    SPDTrainConfig,
+)
+from pipedraft.train.mtp import MTPObjective
+from pipedraft.train.ppsd import PPSDObjective
+from pipedraft.train.spd import SPDObjective
 
 torch.set_num_threads(1)
 

@@ -31,7 +31,7 @@ from pipedraft.inference.cost_model import CostModel, continuous_acceptance_leng
 from pipedraft.inference.rules.sampled import RULES
 from pipedraft.inference.sources.ppsd import PPSDSource
 from pipedraft.inference.sources.row_cache import RowCache
-from pipedraft.models.heads.ppsd import PPSDConfig
+from pipedraft.models.heads.configs import PPSDConfig
 from pipedraft.models.target import capture_hidden
 from pipedraft.models.transformer.layers import KeyValues
 from pipedraft.train.objective import labeled_rows

@@ -7,7 +7,8 @@ from attention_runs import dense_structural_mask
 from tiny_drafts import make_module
 from tiny_models import tiny_llama, tiny_qwen3
 
-from pipedraft.models.heads.spd import SPD, SPDConfig, feature_layers
+from pipedraft.models.heads.configs import SPDConfig
+from pipedraft.models.heads.spd import SPD, feature_layers
 from pipedraft.models.heads.structural import structural_attention
 from pipedraft.models.target import capture_hidden
 

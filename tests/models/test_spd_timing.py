@@ -21,7 +21,8 @@ from pipedraft.inference.cost_model import CostModel
 from pipedraft.inference.sources.spd import SPDSource
 from pipedraft.models.target import capture_hidden
 from pipedraft.train.batch import Batch
-from pipedraft.train.spd import SPDObjective, SPDTrainConfig
+from pipedraft.train.methods import SPDTrainConfig
+from pipedraft.train.spd import SPDObjective
 
 OUTPUT = {"schedule": "spd", "timing": "output_states"}
 TRAINED = {"timing": "output_states"}

@@ -14,8 +14,9 @@ from pipedraft.inference.tree import TokenTree
 from pipedraft.models.heads.dspark import DSpark
 from pipedraft.models.target import capture_hidden
 from pipedraft.models.transformer.layers import KeyValues
-from pipedraft.train.dflash import DFlashObjective, DFlashTrainConfig
-from pipedraft.train.dspark import DSparkObjective, DSparkTrainConfig
+from pipedraft.train.dflash import DFlashObjective
+from pipedraft.train.dspark import DSparkObjective
+from pipedraft.train.methods import DFlashTrainConfig, DSparkTrainConfig
 
 OTHER_WAYS = [
     {"schedule": "pipeinfer"},

@@ -182,12 +182,11 @@ def read(module: str, words: list[str]) -> None:
     if module == "pipedraft.train":
         from pipedraft.train.__main__ import take_plan
         from pipedraft.train.config import parse_run
-        from pipedraft.train.run import methods
+        from pipedraft.train.methods import methods
 
         parse_run(take_plan(words)[0], methods(), "")
     elif module == "pipedraft.train.features":
-        from pipedraft.train.features.dump import read_heads
-        from pipedraft.train.features.options import FeatureOptions
+        from pipedraft.train.features.options import FeatureOptions, read_heads
 
         own, rest = FeatureOptions.read_own([w for w in words if w != "serve"])
         read_heads(rest, list(own.also))
@@ -198,9 +197,10 @@ def read(module: str, words: list[str]) -> None:
             script.read(words)
     elif module == "pipedraft.data_recipes":
         from pipedraft.data_recipes.options import build_parser
+        from pipedraft.options import parse
 
         parser = build_parser()
-        parser.instantiate(parser.parse_args(words))
+        parser.instantiate(parse(parser, words))
     else:
         with stopping_after_the_parser(), pytest.raises(Parsed):
             run_module(module, words)

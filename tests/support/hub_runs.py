@@ -15,9 +15,10 @@ from tiny_drafts import add_noise, seeded
 from tiny_models import byte_tokenizer, tiny_llama
 
 from pipedraft import hub_link
+from pipedraft.models.heads.configs import Eagle3Config, SPDConfig
 from pipedraft.models.heads.draft import TargetReference
-from pipedraft.models.heads.eagle3 import Eagle3, Eagle3Config
-from pipedraft.models.heads.spd import SPD, SPDConfig
+from pipedraft.models.heads.eagle3 import Eagle3
+from pipedraft.models.heads.spd import SPD
 from pipedraft.models.target import target_fingerprint
 from pipedraft.models.transformer.layers import LayerConfig
 

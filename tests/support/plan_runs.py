@@ -5,8 +5,9 @@ import tempfile
 from transformers import PreTrainedConfig
 
 from pipedraft.train.config import parse_run
+from pipedraft.train.methods import methods
 from pipedraft.train.plan import Plan
-from pipedraft.train.run import methods, registry
+from pipedraft.train.run import registry
 
 
 def make_plan(
@@ -19,4 +20,4 @@ def make_plan(
         arguments += [f"--data.max_length={tokens}", f"--batch_tokens={batch_tokens}"]
         arguments += ["--precision=bf16", "--data.sources=[{path: none}]", *options]
         run, model, _ = parse_run(arguments, methods(), "")
-        return Plan(run, model, registry()[method][1])
+        return Plan(run, model, registry()[method])

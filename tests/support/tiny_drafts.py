@@ -6,16 +6,24 @@ import torch
 import torch.nn.functional as F
 from tiny_models import tiny_llama
 
+from pipedraft.models.heads.configs import (
+    Eagle3Config,
+    EagleConfig,
+    FlexSpecConfig,
+    MTPConfig,
+    PPSDConfig,
+    SPDConfig,
+)
 from pipedraft.models.heads.dflash import DFlash
 from pipedraft.models.heads.draft import TargetReference
 from pipedraft.models.heads.dspark import DSpark
-from pipedraft.models.heads.eagle import Eagle, EagleConfig
-from pipedraft.models.heads.eagle3 import Eagle3, Eagle3Config
-from pipedraft.models.heads.flexspec import FlexSpec, FlexSpecConfig
+from pipedraft.models.heads.eagle import Eagle
+from pipedraft.models.heads.eagle3 import Eagle3
+from pipedraft.models.heads.flexspec import FlexSpec
 from pipedraft.models.heads.language_model import LanguageModelDraft
-from pipedraft.models.heads.mtp import MTP, MTPConfig, native_parts
-from pipedraft.models.heads.ppsd import PPSD, PPSDConfig
-from pipedraft.models.heads.spd import SPD, SPDConfig
+from pipedraft.models.heads.mtp import MTP, native_parts
+from pipedraft.models.heads.ppsd import PPSD
+from pipedraft.models.heads.spd import SPD
 from pipedraft.models.target import capture_hidden, target_fingerprint
 from pipedraft.models.transformer.layers import KeyValues, LayerConfig
 

@@ -33,6 +33,7 @@ from pipedraft.train import __main__ as command
 from pipedraft.train import launch, loop
 from pipedraft.train import run as parts
 from pipedraft.train.config import parser_of
+from pipedraft.train.methods import methods
 
 FILE_EVENTS = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.truncate")
 
@@ -213,8 +214,8 @@ def run(job: dict[str, Any]) -> NoReturn:
 def main() -> None:
     torch.set_num_threads(1)
     card_template()
-    for method in parts.methods():
-        parser_of(method, tuple(parts.methods().items()), command.EXAMPLE)
+    for method in methods():
+        parser_of(method, tuple(methods().items()), command.EXAMPLE)
     answer(run, *sys.argv[1:])
 
 

@@ -25,7 +25,8 @@ from pipedraft.pretrained import quieten
 from pipedraft.train import checkpoint
 from pipedraft.train.__main__ import main
 from pipedraft.train.config import parse_run
-from pipedraft.train.run import build_trainer, methods
+from pipedraft.train.methods import methods
+from pipedraft.train.run import build_trainer
 
 LAYERS = 4
 CLOCK_METRICS = ("tokens_per_s", "data_share", "mfu")

@@ -17,8 +17,8 @@ from pipedraft.models.heads.draft import Draft
 from pipedraft.models.target import capture_hidden, load_target
 from pipedraft.models.target_part import load_target_part
 from pipedraft.train.launch import FSDP_PRECISION, resolve_dtype, shard_target
+from pipedraft.train.methods import methods
 from pipedraft.train.objective import LossOutput
-from pipedraft.train.run import methods
 
 
 @pytest.fixture(scope="module")

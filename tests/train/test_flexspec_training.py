@@ -18,7 +18,8 @@ from pipedraft.models import load_draft
 from pipedraft.models.heads.flexspec import FlexSpec
 from pipedraft.train import flexspec as flexspec_training
 from pipedraft.train.batch import Batch
-from pipedraft.train.flexspec import FlexSpecObjective, FlexSpecTrainConfig, prefix_survival
+from pipedraft.train.flexspec import FlexSpecObjective, prefix_survival
+from pipedraft.train.methods import FlexSpecTrainConfig
 from pipedraft.train.objective import labeled_rows
 
 # -- training -----------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from pipedraft.models.target import capture_hidden, load_target
 from pipedraft.train.config import parse_run
 from pipedraft.train.launch import quantization_config, resolve_dtype
-from pipedraft.train.run import methods
+from pipedraft.train.methods import methods
 
 
 def dtype_of(world: World, target: Path, mixed_precision: str, **changes) -> torch.dtype:

@@ -10,7 +10,8 @@ from torch.utils._pytree import tree_leaves
 
 from pipedraft.train import losses
 from pipedraft.train.log import flop_counter
-from pipedraft.train.losses import LossKind, chunked_distillation
+from pipedraft.train.losses import chunked_distillation
+from pipedraft.train.methods import LossKind
 
 torch.set_num_threads(1)
 KINDS = ("kl", "tv", "lk", "lk_hybrid", "ce", "ce_l1", "rkl", "jsd", "topk_kl")

@@ -16,11 +16,13 @@ from transformers import (
 )
 
 from pipedraft.endings import run_command
+from pipedraft.models.speed.cpu import argmax, chunk_bytes, planned_accelerator
 from pipedraft.train.__main__ import main
 from pipedraft.train.config import parse_run
 from pipedraft.train.log import flop_counter
+from pipedraft.train.methods import methods
 from pipedraft.train.plan import LiveBytes, Plan, all_counted
-from pipedraft.train.run import methods, registry
+from pipedraft.train.run import registry
 
 TOKENS, ROWS = 192, 4
 
@@ -28,7 +30,7 @@ TOKENS, ROWS = 192, 4
 def plan_of(world: World, method: str, folder, **changes) -> Plan:
     changes = {"data__max_length": TOKENS, "batch_tokens": TOKENS * ROWS, **changes}
     run, model, _ = parse_run(world.arguments(method, folder, **changes), methods(), "")
-    return Plan(run, model, registry()[method][1])
+    return Plan(run, model, registry()[method])
 
 
 def counted(objective, precision: str) -> tuple[LiveBytes, LiveBytes, float]:
@@ -113,7 +115,7 @@ def count(plan: Plan, config: PreTrainedConfig, tokens: int) -> tuple[float, flo
     optimizer = torch.optim.AdamW(parameters, fused=True)
     batch, generator = all_counted(tokens), torch.Generator()
     autocast = torch.autocast("cpu", torch.bfloat16)
-    with memory:
+    with planned_accelerator(), memory:
         buckets = [torch.empty_like(p) for p in parameters]
         for _ in range(2):
             memory.peak = memory.live
@@ -190,6 +192,23 @@ def test_the_command_says_it_and_starts_nothing(world, tmp_path, monkeypatch, ca
     for words in ("tokens/s on each device", "zero2", "fp32", "10 steps"):
         assert words in said
     assert not (tmp_path / "out").exists()
+
+
+def test_parameters_are_printed_before_the_rest_is_known(world, tmp_path, monkeypatch):
+    plan = plan_of(world, "spd", tmp_path)
+    monkeypatch.setattr(plan, "measure", lambda: pytest.fail("measured"))
+    lines = plan.lines()
+    assert [next(lines).split()[0] for _ in range(2)] == ["target", "spd"]
+
+
+def test_a_plan_takes_an_accelerators_chunks():
+    """A CPU's would be 64 times as many, and would hide 3 GiB of logits."""
+    cpu, logits = torch.device("cpu"), torch.randn(5, 256)
+    assert chunk_bytes(1 << 30, cpu) < 1 << 30
+    with planned_accelerator():
+        assert chunk_bytes(1 << 30, cpu) == 1 << 30
+        assert torch.equal(argmax(logits), logits.argmax(-1))
+    assert chunk_bytes(1 << 30, cpu) < 1 << 30
 
 
 def test_a_plan_that_cannot_be_made_says_why(world, tmp_path, monkeypatch, capsys):

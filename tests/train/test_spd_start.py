@@ -8,7 +8,8 @@ from tiny_models import tiny_llama
 
 from pipedraft.models.target import capture_hidden
 from pipedraft.train.batch import Batch
-from pipedraft.train.spd import RIDGE, SPDObjective, SPDTrainConfig
+from pipedraft.train.methods import SPDTrainConfig
+from pipedraft.train.spd import RIDGE, SPDObjective
 
 
 def make_objective(**settings) -> SPDObjective:

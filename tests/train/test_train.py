@@ -30,7 +30,7 @@ from pipedraft.train import checkpoint
 from pipedraft.train.batch import Batch
 from pipedraft.train.config import OptimConfig
 from pipedraft.train.launch import rate_factor
-from pipedraft.train.run import methods
+from pipedraft.train.methods import methods
 from pipedraft.train.spd import sample_occupancy
 
 # -- resume ---------------------------------------------------------------------------------

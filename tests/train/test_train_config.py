@@ -8,8 +8,8 @@ from tiny_models import REPOSITORY
 
 from pipedraft.data_recipes.config import Source
 from pipedraft.errors import UsageError
-from pipedraft.train.config import parse_run
-from pipedraft.train.run import methods
+from pipedraft.train.config import EvaluationConfig, parse_run
+from pipedraft.train.methods import methods
 
 
 def parse(*arguments: str):
@@ -69,7 +69,7 @@ def test_the_resolved_configuration_reads_back_as_the_same_run(base, tmp_path):
         (["--max_steps", "ten"], ["max_steps", "ten", "int or"]),
         (["--optim.lr", "fast"], ["optim.lr", "fast", "float"]),
         (["--optim.schedule", "liner"], ["optim.schedule", "liner", "'linear'"]),
-        (["--model.loss", "mse"], ["model.loss", "mse", "'kl'", "'tv'"]),
+        (["--model.loss", "mse"], ["model.loss", "mse", "kl, tv", "lk_hybrid"]),
         (["--model.full_probability", "5"], ["model.full_probability", "5", "at most 1"]),
         (["--batch_tokens", "0"], ["batch_tokens", "0", "at least 1"]),
         (["--max_steps", "0"], ["max_steps", "0", "leave it out"]),
@@ -166,3 +166,71 @@ def test_every_shipped_configuration_parses(path):
     run, model, resolved = parse("--config", str(path))
     assert isinstance(model, methods()[run.method])
     assert yaml.safe_load(resolved)["method"] == run.method
+
+
+def test_hyphens_and_out_are_other_spellings(base):
+    given = ("--max_steps", "5", "--data.valid_fraction=0", "--output_dir", "out/y")
+    other = ("--max-steps", "5", "--data.valid-fraction=0", "--out", "out/y")
+    assert parse("--config", base, *given) == parse("--config", base, *other)
+    assert parse("--config", base, "--model.num-layers=3")[1].num_layers == 3
+
+
+@pytest.mark.parametrize("flag", ["--data", "--data.sources"])
+def test_a_bare_file_is_a_source(base, flag, tmp_path):
+    comma = tmp_path / "a,b.jsonl"
+    comma.touch()
+    paths = {
+        "chats.jsonl": ["chats.jsonl"],
+        "a.json, user/name": ["a.json", "user/name"],
+        str(comma): [str(comma)],
+        '[{"path": "a b.parquet"}]': ["a b.parquet"],
+    }
+    for text, expected in paths.items():
+        for words in ([flag, text], [f"{flag}={text}"]):
+            if flag == "--data" and text[0] == "[":
+                continue
+            run, _, _ = parse("--config", base, *words, "--data.seed", "3")
+            assert [source.path for source in run.data.sources] == expected
+            assert (run.data.seed, run.data.max_length) == (3, 128)
+
+
+def test_a_yaml_file_for_data_is_its_section(base, tmp_path):
+    section = layer(tmp_path, "section.yaml", "sources: [{path: b.jsonl}]\nmax_length: 9\n")
+    run, _, _ = parse("--config", base, "--data", section)
+    assert ([s.path for s in run.data.sources], run.data.max_length) == (["b.jsonl"], 9)
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--confg", "x.yaml"], "--confg: unknown; did you mean --config?"),
+        (["--method", "spd", "--max-stps", "3"], "--max-stps: unknown; did you mean --max_steps?"),
+        (["--method", "spd", "--model.num_layrs", "3"], "did you mean --model.num_layers?"),
+        (["--method", "spd", "--precision", "bf61"], "'bf61' is unknown; did you mean 'bf16'?"),
+        (["--method", "spd", "--learning_rate", "1"], "did you mean --optim.lr?"),
+        (["--method", "spd", "--model", "x/y"], "--model: 'x/y' is no YAML file"),
+        (["--method", "spd", "--optim", "adamw"], "give one, or --optim.KEY VALUE (see --help)"),
+        (["--method", "spd", "--num-epochs", "1"], "did you mean --epochs?"),
+        (["--seed", "1"], "method: missing; give --config FILE or --method"),
+    ],
+)
+def test_a_misspelled_option_is_named_before_a_missing_one(words, message):
+    with pytest.raises(UsageError) as raised:
+        parse(*words)
+    assert message in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "every, num_steps, steps, words",
+    [
+        (1000, 600, [300], "after 300 steps and at the end"),
+        (600, 600, [300], "after 300 steps and at the end"),
+        (200, 600, [200, 400, 600], "every 200 steps"),
+        (200, 49, [], "every 200 steps"),
+        (0, 600, [], "at the end"),
+    ],
+)
+def test_a_run_too_short_for_its_evaluations_has_one_in_the_middle(every, num_steps, steps, words):
+    evaluation = EvaluationConfig(every_steps=every)
+    due = [step for step in range(1, num_steps + 1) if evaluation.is_due(step, num_steps)]
+    assert due == steps and evaluation.when(num_steps) == words

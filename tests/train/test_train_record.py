@@ -243,16 +243,16 @@ def test_a_head_starts_another_run_in_another_folder(world, resume, folder, tmp_
 
 
 def test_a_runs_folder_is_its_best_head_or_else_its_newest(folder, monkeypatch, capfd):
-    monkeypatch.setattr(draft, "_tell_newest", cache(draft._tell_newest.__wrapped__))
+    monkeypatch.setattr(draft, "_tell_head", cache(draft._tell_head.__wrapped__))
     assert draft.resolve_folder(str(folder)) == folder / "best"
-    assert not capfd.readouterr().err
+    assert capfd.readouterr().err == f"note: {folder / 'best'} is used, the run's best head\n"
     shutil.rmtree(folder / "best")
     newest = folder / "checkpoints" / "step-0000012"
     shutil.copytree(folder / "checkpoints" / STEP, newest)
     shutil.copytree(newest, newest.with_name(".step-0000013.partial"))  # being written
     for _ in range(2):  # every command asks several times
         assert draft.resolve_folder(str(folder)) == newest
-    line = f"note: this run has no best/ yet, so {newest} is used, its newest\n"
+    line = f"note: {newest} is used, the run's newest head, as it has no best/ yet\n"
     assert capfd.readouterr().err == line
     shutil.rmtree(folder / "checkpoints")
     with pytest.raises(ValueError, match="checkpoint: the run in .* has saved no head yet"):

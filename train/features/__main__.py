@@ -6,12 +6,12 @@ command resumes.
 
 import sys
 
-from ...endings import leave_at_interrupts, run_command
+from ...endings import leave_at_interrupts, leaving_at_interrupts, run_command
 
 if __name__ == "__main__":
     leave_at_interrupts()
 
-from .options import FeatureOptions
+from .options import FeatureOptions, read_heads
 
 
 def main() -> None:
@@ -21,11 +21,11 @@ def main() -> None:
         value = getattr(own, name)
         if not is_server and value != getattr(FeatureOptions, name):
             raise ValueError(f"{name}: {value} without serve; give serve as first word, or drop it")
-    from ...pretrained import quieten
-    from .dump import dump_features, layers_of, read_heads, serve_states, size_table
-    from .partial_target import decoder_config
-
     heads = read_heads(rest, list(own.also))
+    with leaving_at_interrupts():  # torch and transformers
+        from ...pretrained import quieten
+        from .dump import dump_features, layers_of, serve_states, size_table
+        from .partial_target import decoder_config
     quieten()
     if own.shard_mb <= 0:
         raise ValueError(f"shard_mb: {own.shard_mb} is not positive; give for example 512")

@@ -8,7 +8,6 @@ import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,7 +27,7 @@ from ...errors import make_folder
 from ...files import Values, publish, write_atomically
 from ...models.target import capture_hidden
 from ..batch import Batch, pick
-from ..config import RunConfig, parse_run
+from ..config import RunConfig
 from ..launch import (
     load_frozen_target,
     make_accelerator,
@@ -38,8 +37,8 @@ from ..launch import (
     uses_autocast,
 )
 from ..loop import EVALUATED_ROWS
-from ..run import load_tokenizer_of, methods, registry
-from .options import EXAMPLE, FeatureOptions
+from ..run import load_tokenizer_of, registry
+from .options import FeatureOptions, Head
 from .partial_target import decoder_config, needed_layers, weightless_draft
 from .shards import (
     INDEX,
@@ -55,47 +54,17 @@ from .shards import (
 from .vllm import VllmStates, serve, states_request
 
 if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
+    pass
 
 
 # -- contents -------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Head:
-    """Draft head to train from a dump, with its name in tables, its run and its network."""
-
-    name: str
-    run: RunConfig
-    model: "DataclassInstance"
-
-
-def read_heads(arguments: list[str], also: list[str]) -> list[Head]:
-    """Return the heads for one dump, from the command line and from each file in ``also``."""
-    heads = [parse_run(arguments, methods(), EXAMPLE)[:2]]
-    heads += [parse_run(["--config", path], methods(), EXAMPLE)[:2] for path in also]
-    first = heads[0][0]
-    for name, value in (("shard_target", first.shard_target), ("features", first.features)):
-        if value:
-            raise ValueError(
-                f"{name}: {value}, but every process here runs the whole target; leave it out"
-            )
-    for run, _ in heads:
-        if run.target is None:
-            raise ValueError("target: missing; name the folder or Hub id of the frozen target")
-        if (run.target, run.target_revision) != (first.target, first.target_revision):
-            raise ValueError(
-                f"also: a head of {run.target}, the first one's target is {first.target}; make a "
-                "dump for each target"
-            )
-    return [Head(f"{run.method} ({run.output_dir.name})", run, model) for run, model in heads]
 
 
 def layers_of(heads: list[Head], target_config: PreTrainedConfig) -> dict[str, tuple[int, ...]]:
     """Return the layers that each head needs. For several heads, ``together`` has the union."""
     layers = {}
     for head in heads:
-        draft = weightless_draft(registry()[head.run.method][1], head.model, target_config)
+        draft = weightless_draft(registry()[head.run.method], head.model, target_config)
         layers[head.name] = needed_layers(draft, target_config.num_hidden_layers)
     if len(heads) > 1:
         layers["together"] = tuple(sorted(set().union(*layers.values())))
@@ -334,7 +303,7 @@ def dump_features(
             return VllmStates(own.engine_python, request, decoder_config(run).hidden_size)
         target = load_frozen_target(run, accelerator)
         for head in heads:
-            registry()[head.run.method][1].check(head.model, target)
+            registry()[head.run.method].check(head.model, target)
         return States(target, accelerator)
 
     dump.run(load)

@@ -18,8 +18,9 @@ from pipedraft.models import load_draft
 from pipedraft.models.exchange.chain import best_chain
 from pipedraft.models.exchange.export import Origin, export
 from pipedraft.models.exchange.peers import import_head
+from pipedraft.models.heads.configs import Eagle3Config
 from pipedraft.models.heads.draft import TargetReference
-from pipedraft.models.heads.eagle3 import Eagle3, Eagle3Config
+from pipedraft.models.heads.eagle3 import Eagle3
 from pipedraft.models.target import target_fingerprint
 from pipedraft.models.transformer.fingerprint import read_target
 from pipedraft.models.transformer.layers import LayerConfig
@@ -270,6 +271,7 @@ def test_the_command_prints_the_files_and_how_to_launch(tmp_path, monkeypatch, c
     for layout, words in (
         ("sglang", ["sglang.launch_server", "--speculative-algorithm EAGLE3"]),
         ("speculators", ["vllm serve", '"method": "eagle3"']),
+        ("vllm", ["vllm serve", '"method": "eagle3"']),
     ):
         out = tmp_path / layout
         assert call("models", command(folder, layout, out), monkeypatch) == 0
@@ -281,6 +283,21 @@ def test_the_command_prints_the_files_and_how_to_launch(tmp_path, monkeypatch, c
         for word in (*words, str(out), str(tmp_path / "target")):
             assert word in line
     assert not list(tmp_path.glob(".*"))
+
+
+def test_an_export_is_replaced_and_other_folders_are_not(tmp_path, monkeypatch, capfd):
+    folder, out = make_checkpoint(tmp_path, draft_vocab_size=20), tmp_path / "out"
+    words = command(folder, "vllm", out)
+    assert call("models", words, monkeypatch) == 0
+    (out / "config.json").write_text("{}")
+    assert call("models", words, monkeypatch) == 0
+    assert (out / "config.json").read_text() != "{}"
+    (out / "notes.txt").write_text("mine")
+    assert call("models", words, monkeypatch) == 2
+    assert "did not write" in capfd.readouterr().err and (out / "notes.txt").exists()
+    (out / "pipedraft.json").unlink()
+    assert call("models", words, monkeypatch) == 2
+    assert "holds other files; give another folder" in capfd.readouterr().err
 
 
 def test_the_best_chain_weighs_tokens_against_draft_passes():

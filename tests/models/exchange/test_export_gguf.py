@@ -26,7 +26,7 @@ def write_head(tmp_path, target, kind, **options):
     head = make_head(target, kind, **options)
     (tmp_path / "head").mkdir()
     head.save(tmp_path / "head")
-    words = ["export", "--checkpoint", str(tmp_path / "head"), "--format", "gguf"]
+    words = ["export", "--checkpoint", str(tmp_path / "head"), "--format", "llama.cpp"]
     return head, [*words, "--target", str(tmp_path / "target.gguf"), "--out", str(tmp_path / "out")]
 
 

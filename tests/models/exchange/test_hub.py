@@ -252,7 +252,7 @@ def test_a_dry_run_replaces_its_own_files_alone(place, draft, tmp_path, monkeypa
     (out / "notes.txt").write_text("mine")
     capfd.readouterr()
     before = contents(tmp_path)
-    for name, why in (("upload", "did not write"), ("file", "in use")):
+    for name, why in (("upload", "did not write"), ("file", "is no folder")):
         assert dry_run(place.folder / "spd4", tmp_path / name, monkeypatch) == 2
         one_line(capfd, f"--out: {str(tmp_path / name)!r}", why, "give another")
         assert contents(tmp_path) == before
