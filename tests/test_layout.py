@@ -262,7 +262,7 @@ TYPED = [
     *([f"eval {name}", "--checkpoit", "x"] for name in ("parity", "replay")),
     *([f"models {name}", "--outt", "x"] for name in ("export", "import", "push", "from-gguf")),
     ["doctor", "--jsn"],
-    *([name, "--target", "no/such/folder"] for name in ("eval", *DECODING[:2], "inference.demo")),
+    *([name, "--target", "no/such/folder"] for name in ("eval", "inference", "inference.demo")),
     *(["models " + name, "--checkpoint", "no/such/head"] for name in ("export", "push")),
     ["train", "--config", "configs/spd/tiny.yaml", "--target", "./asets/target"],
     ["train", "--config", "configs/spd/tiny.yaml", "--data", "nosuch.jsonl"],

@@ -9,7 +9,7 @@ if __name__ == "__main__":
     # Before the slow imports: Ctrl-C inside them would print a traceback.
     leave_at_interrupts()
 
-from ..arguments import backend_of, check_paths
+from ..arguments import backend_of
 from ..server_options import read_tokens
 from .options import KEY_VARIABLE, ServeOptions
 
@@ -20,7 +20,6 @@ def main(words: Sequence[str] | None = None) -> None:
     """Serve with the options in ``words``, or in this process's command line by default."""
     options = ServeOptions.read(sys.argv[1:] if words is None else words)
     keys = read_tokens(options.api_key_file, option="--api-key-file", variable=KEY_VARIABLE)
-    check_paths([options.checkpoint], options.target, options.draft_model)
     from . import listen
 
     with backend_of(options) as cluster:
@@ -31,8 +30,6 @@ def main(words: Sequence[str] | None = None) -> None:
         # A port in use must fail before the target's long load.
         with listen.open_socket(options) as socket:
             from ..command import load_engine
-
-            print(f"loading {options.checkpoint or options.target}", file=sys.stderr, flush=True)
 
             # Requests set their own temperature: prepare a rule for sampling.
             engine = load_engine(options, cluster, options.engine_settings() | {"temperature": 1.0})
