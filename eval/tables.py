@@ -45,8 +45,9 @@ TESTED = "Share accepted of the draft tokens tested, with 95 % intervals over pr
 POSITION_TEXT = f"{TESTED} as first, second, ... of their round."
 ENTROPY_TEXT = f"{TESTED} where the target's distribution has so many nats."
 GROUP_TEXT = f"""\
-{TESTED} and tokens per round, by the context's tokens, the answer's language, and the kind of text.
-A round is of its first token's group.
+{TESTED} and tokens per round, by the context's tokens, the place in the answer, the answer's
+language, the kind of text, and the unigram entropy (nats) of the 64 tokens before. A round is of
+its first token's group.
 """
 REPEATS_TEXT = "Decoded several times with the same random numbers: only the speed differs."
 PROCESS_TEXT = "Seconds that each process spent on each kind of work, over all prompts."
