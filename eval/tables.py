@@ -11,6 +11,7 @@ from .metrics import AUTOREGRESSIVE, OVERALL
 from .record import (
     AcceptanceLength,
     EntropyRecord,
+    GroupRecord,
     LatencyRecord,
     Manifest,
     RateRecord,
@@ -248,15 +249,20 @@ def entropy_table(runs: Sequence[RunRecord]) -> Table:
     )
 
 
+GROUP_COLUMNS: dict[str, Callable[[GroupRecord], str]] = {
+    "group": lambda part: part.group,
+    "prompts": lambda part: str(part.prompts),
+    "tests": lambda part: str(part.tests),
+    "alpha": _rate,
+    "tau": lambda part: number(part.mean_acceptance_length),
+}
+
+
 def group_table(runs: Sequence[RunRecord]) -> Table:
     return _part_table(
         runs,
-        ["group", "prompts", "tests", "alpha", "tau"],
-        lambda run: [
-            [part.group, str(part.prompts), str(part.tests), _rate(part)]
-            + [number(part.mean_acceptance_length)]
-            for part in run.acceptance_by_group
-        ],
+        list(GROUP_COLUMNS),
+        lambda run: Table.of(GROUP_COLUMNS, run.acceptance_by_group).rows,
     )
 
 
