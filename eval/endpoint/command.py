@@ -227,5 +227,5 @@ def run(options: EndpointOptions, argv: Sequence[str]) -> None:
     for entry in pooled_runs(entries):
         print(f"\nby group, T = {entry.temperature:g}:")
         print(align_columns(Table.of(GROUP_COLUMNS, entry.acceptance_by_group)))
-    print(*evaluation.notes(), sep="\n")
-    print(f"everything else: {options.out}/report.html, report.md, results.json, manifest.json")
+    files = f"{options.out}/report.html, report.md, results.json, manifest.json"
+    print(*evaluation.notes(), f"everything else: {files}", sep="\n")
