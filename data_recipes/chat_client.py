@@ -13,6 +13,7 @@ from typing import Any, Self, TypeVar
 import httpx2
 
 from ..chats import inline_thinking, with_arguments
+from ..errors import UsageError
 from ..files import Values
 from ..options import Options, option
 from ..responses import Response
@@ -73,12 +74,32 @@ class ChatServerOptions(Options):
     key_variable: str | None = None
     """name of the environment variable with the API key"""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.key_variable and not os.environ.get(self.key_variable):
+            raise UsageError(
+                f"--key-variable: {self.key_variable!r} is not set in the environment; "
+                "export the key under that name"
+            )
+
 
 class ChatServer:
     """Client of one server. ``async with`` closes its connections."""
 
-    def __init__(self, address: str, options: ChatServerOptions, sampling: AnswerSampling) -> None:
+    def __init__(
+        self,
+        address: str,
+        options: ChatServerOptions,
+        sampling: AnswerSampling,
+        *,
+        field: str = "--server",
+    ) -> None:
+        """
+        Args:
+            field: the option that names the server in messages.
+        """
         self.address, self.options, self.sampling = address, options, sampling
+        self.field = field
         self.num_requests = 0
         self.num_repeats = 0
         self.thinking_field = REASONING_FIELDS[0]
@@ -104,23 +125,33 @@ class ChatServer:
     async def __aexit__(self, *_: object) -> None:
         await self.client.aclose()
 
-    async def check(self) -> None:
-        """Check address, key and model with the model list. Ignore faults that may be temporary."""
+    async def models(self) -> list[Values] | None:
+        """Return the model list, or None after a fault that may be temporary.
+
+        Raises:
+            TargetLost: nobody listens there.
+            ValueError: no such server, or a wrong key.
+        """
         try:
             listing = await self._send("GET", "/models")
-            known = [str(entry["id"]) for entry in listing["data"]]
+            return [{**entry, "id": str(entry["id"])} for entry in listing["data"]]
         except TryAgain as fault:
             if fault.is_unreachable:
-                raise TargetLost(f"--server: {self.base}: {fault}; start it") from fault
-            return
+                raise TargetLost(f"{self.field}: {self.base}: {fault}; start it") from fault
+            return None
         except TargetLost as error:
             raise ValueError(str(error)) from error
         except (RowFailed, KeyError, TypeError) as error:
             raise ValueError(
-                f"--server: {self.base}/models is no list of models ({error}); give the "
+                f"{self.field}: {self.base}/models is no list of models ({error}); give the "
                 "address of an OpenAI-compatible server up to /v1"
             ) from error
-        if self.options.model not in known:
+
+    async def check(self) -> None:
+        """Check address, key and model with the model list. Ignore faults that may be temporary."""
+        listing = await self.models()
+        known = [entry["id"] for entry in listing or ()]
+        if listing is not None and self.options.model not in known:
             raise ValueError(
                 f"--model: {self.options.model!r} is not served at {self.base}; it has "
                 + ", ".join(known)
@@ -152,7 +183,8 @@ class ChatServer:
                 settle(dialogue, reason)
                 failures = failures + 1 if reason else 0
                 if failures >= FAILURES_IN_A_ROW:
-                    raise TargetLost(f"--server: {failures} rows in a row have failed: {reason}")
+                    said = f"{failures} rows in a row have failed: {reason}"
+                    raise TargetLost(f"{self.field}: {said}")
 
         try:
             async with asyncio.TaskGroup() as group:
@@ -164,6 +196,10 @@ class ChatServer:
     async def post(self, path: str, body: Values) -> Any:
         """Request another path in one attempt. "/../NAME" is beside the API's address."""
         return await self._send("POST", path, body)
+
+    async def get(self, path: str) -> bytes:
+        """Return another path's content, in one attempt."""
+        return await self._fetch("GET", path)
 
     async def retried(self, ask: Callable[[int], Awaitable[T]]) -> T:
         """Make attempts until one succeeds, at most ``options.attempts``.
@@ -187,7 +223,7 @@ class ChatServer:
                 # Random, so requests that failed together do not all repeat at once.
                 await asyncio.sleep(max(fault.wait_s, grown_s * random.uniform(0.5, 1)))
         if fault.is_unreachable:
-            raise TargetLost(f"--server: {self.base}: {fault}") from fault
+            raise TargetLost(f"{self.field}: {self.base}: {fault}") from fault
         raise RowFailed(f"{fault} ({self.options.attempts} attempts)") from fault
 
     async def _ask(self, dialogue: Dialogue, attempt: int) -> tuple[Response, bool]:
@@ -238,7 +274,15 @@ class ChatServer:
         return {name if x == "reasoning_content" else x: value for x, value in turn.items()}
 
     async def _send(self, method: str, path: str, body: dict | None = None) -> Any:
-        """Return one response's JSON value. The deadline covers connecting, waiting and reading."""
+        """Return one response's JSON value."""
+        data = await self._fetch(method, path, body)
+        try:
+            return json.loads(data)
+        except (ValueError, RecursionError) as error:
+            raise TryAgain("answer is not JSON") from error
+
+    async def _fetch(self, method: str, path: str, body: dict | None = None) -> bytes:
+        """Return one response's content. The deadline covers connecting, waiting and reading."""
         self.num_requests += method == "POST"
         # httpx2 would send "/v1/../tokenize" as it is.
         above = path.startswith("/../")
@@ -256,10 +300,7 @@ class ChatServer:
         except httpx2.RequestError as error:
             raise TryAgain(f"{type(error).__name__}: {error}") from error
         self._judge(response, url, data)
-        try:
-            return json.loads(data)
-        except (ValueError, RecursionError) as error:
-            raise TryAgain("answer is not JSON") from error
+        return data
 
     def _judge(self, response: httpx2.Response, url: str, data: bytes) -> None:
         status = response.status_code
@@ -274,7 +315,7 @@ class ChatServer:
                 "the key"
             )
         if status in (404, 405) or status < 400:
-            raise TargetLost(f"--server: {url} answered {said}; check address and --model")
+            raise TargetLost(f"{self.field}: {url} answered {said}; check address and --model")
         raise RowFailed(said)
 
 

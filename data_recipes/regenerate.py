@@ -2,7 +2,6 @@
 
 import asyncio
 import hashlib
-import os
 import signal
 import sys
 import time
@@ -126,11 +125,6 @@ class RegenerateOptions(AnswerSampling, ChatServerOptions, LocalOptions):
             )
         if not self.model:
             raise UsageError("--model: missing; name the target as the server calls it")
-        if self.key_variable and not os.environ.get(self.key_variable):
-            raise UsageError(
-                f"--key-variable: {self.key_variable!r} is not set in the environment; "
-                "export the key under that name"
-            )
 
 
 def scan(source: Source) -> tuple[int, str]:

@@ -38,6 +38,10 @@ def run(argv: Sequence[str]) -> None:
         read = [OPTIONS[name].read(words)] if name in OPTIONS else []
         importlib.import_module(f".{name}", __package__).run(*read, words)
         return
+    flags = {word.partition("=")[0] for word in argv}
+    for name in flags & COMMANDS.keys():  # commands that an option chooses
+        COMMANDS[name].start(argv)
+        return
     options = EvalOptions.read(argv)
     check_paths(options.checkpoint, options.target, options.draft_model)
     with backend_of(options) as cluster, ExitStack() as held:

@@ -173,7 +173,7 @@ class Endpoint:
         self, name: str, address: str, model: str, options: ChatServerOptions, max_tokens: int
     ) -> None:
         self.name, self.model, self.max_tokens = name, model, max_tokens
-        self.client = ChatServer(address, options, AnswerSampling())
+        self.client = ChatServer(address, options, AnswerSampling(), field=name)
         self.num_top = TOP_LOGPROBS[0]
         """Requested ``top_logprobs``; 0: the server refuses log-probabilities."""
         self._free = asyncio.Semaphore(options.concurrency)

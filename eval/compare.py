@@ -316,7 +316,8 @@ class CompareOptions(Options):
     others: tuple[Path, ...] = option(metavar="RUN_B", positional=True)
     """other runs' --out folders"""
     groups: bool = False
-    """add tokens per round by context length, language and kind of text"""
+    """add tokens per round by context length, place in the answer, language, segment and text
+    entropy"""
     json: Path | None = None
     """also write the comparisons to this file"""
 

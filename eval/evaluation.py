@@ -91,7 +91,7 @@ def recorded_draft(draft: DraftNetwork | None, target: StagedTarget) -> Values:
     }
 
 
-def _per_prompt(repeats: Sequence[Sequence[DecodedTurn]]) -> list[PromptRecord]:
+def per_prompt(repeats: Sequence[Sequence[DecodedTurn]]) -> list[PromptRecord]:
     """Return each conversation's counts, to compare two reports prompt by prompt.
 
     Counts come from the first repeat. Seconds are means over all repeats.
@@ -161,7 +161,7 @@ class BenchmarkRun:
         self, method: EvalMethod, name: str, baseline: "BenchmarkRun", engine: Engine
     ) -> RunRecord:
         config, plain = method.config, measure_times(baseline.times)
-        rows, results = _per_prompt(self.repeats), [record.result for record in self.records]
+        rows, results = per_prompt(self.repeats), [record.result for record in self.records]
         repeats = [{(r.conversation, r.turn): r.result for r in rs} for rs in self.repeats]
         plain_tokens_per_s = math.nan if plain is None else number_or_nan(plain.tokens_per_s)
         return run_record(

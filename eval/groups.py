@@ -1,10 +1,13 @@
-"""Count acceptance by context length, by language and by kind of text.
+"""Count acceptance by context length, place in the answer, language, kind and variety of text.
 
 Counts come from decoded turns, so they cover any head, from this project or another. If an
 evaluation's traces are complete, counting decodes nothing. Data recipes mix rows by the same
 groups. ``metrics`` counts acceptance by the target's entropy.
 """
 
+import math
+from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -30,6 +33,14 @@ GroupCounts = dict[str, list[int]]
 """DIMENSION/GROUP -> tests, accepted tests, rounds, tokens in these rounds."""
 TAIL_TOKENS = 8
 """Tokens at the prompt's end to search for an opened thinking block."""
+PLACE_EDGES = (0, 32, 128, 512, 2048)
+"""Edges of groups by a token's place in the answer. Each group ends below the next edge."""
+WINDOW = 64
+"""Tokens before a place that its text entropy reads."""
+TEXT_ENTROPY_EDGES = (0, 2, 2.5, 3, 3.5)
+"""Edges of text entropy groups, in nats. The largest possible value is ln 64 = 4.16."""
+SEVERAL = "several"
+"""Segment of an answer that is not one kind of text alone, where its rounds have no known place."""
 
 
 def token_segments(result: DecodeResult, tokenizer: "PreTrainedTokenizerBase") -> Iterator[str]:
@@ -45,10 +56,31 @@ def token_segments(result: DecodeResult, tokenizer: "PreTrainedTokenizerBase") -
         yield runs[0][1] if runs else start
 
 
+def text_entropy(ids: Sequence[int]) -> float:
+    """Return the unigram entropy of some tokens, in nats: low for repetitive text.
+
+    H = -sum_v (c_v / W) ln (c_v / W), with c_v occurrences of token v among W tokens
+    """
+    total = sum(count * math.log(count) for count in Counter(ids).values())
+    return math.log(len(ids)) - total / len(ids)
+
+
+def _variety(ids: Sequence[int], end: int) -> str:
+    """Return the text entropy group of the place ``end``, or "start" with too few tokens before."""
+    if end < WINDOW:
+        return "start"
+    # Rounding can push the entropy of equal tokens just below 0.
+    entropy = max(text_entropy(ids[end - WINDOW : end]), 0.0)
+    return str(TEXT_ENTROPY_EDGES[bisect_right(TEXT_ENTROPY_EDGES, entropy) - 1])
+
+
 def count_groups(
     result: DecodeResult, answer: str, question: str, tokenizer: "PreTrainedTokenizerBase"
 ) -> GroupCounts:
     """Count a turn's tested draft tokens and its rounds by group.
+
+    Without ``round_ends``, nobody knows the rounds' places. The whole turn then counts in the
+    groups of its prompt's length, its language, and its segment if there is only one.
 
     Args:
         question: decides the language if the answer does not show one.
@@ -56,10 +88,23 @@ def count_groups(
     language = language_of(prose(answer))
     language = language_of(question) if language == "unknown" else language
     segments = list(token_segments(result, tokenizer))
+    if result.round_lengths and not result.round_ends:
+        kinds = set(segments)
+        kind = kinds.pop() if len(kinds) == 1 else SEVERAL
+        context = context_of(len(result.prompt_ids))
+        names = (f"context/{context}", f"segment/{kind}", f"language/{language}")
+        lengths = result.round_lengths
+        counts = [result.num_tested, result.num_accepted, len(lengths), sum(lengths)]
+        return {name: list(counts) for name in names}
+    ids = [*result.prompt_ids, *result.token_ids]
 
     def counted(index: int, *values: int) -> GroupCounts:
-        context = context_of(len(result.prompt_ids) + index)
-        names = (f"context/{context}", f"segment/{segments[index]}", f"language/{language}")
+        end = len(result.prompt_ids) + index
+        place = PLACE_EDGES[bisect_right(PLACE_EDGES, index) - 1]
+        names = (
+            *(f"context/{context_of(end)}", f"place/{place}", f"segment/{segments[index]}"),
+            *(f"language/{language}", f"text entropy/{_variety(ids, end)}"),
+        )
         return {name: list(values) for name in names}
 
     parts = [counted(index, 1, accepted, 0, 0) for index, accepted in token_tests(result)]
@@ -79,9 +124,10 @@ def sum_groups(parts: Iterable[GroupCounts]) -> GroupCounts:
     return total
 
 
-def _order(name: str) -> tuple[str, int, str]:
+def _order(name: str) -> tuple[str, float, str]:
     dimension, _, group = name.partition("/")
-    return dimension, int(group) if dimension == "context" else 0, group
+    is_number = group.replace(".", "", 1).isdecimal()
+    return dimension, float(group) if is_number else -1.0, group
 
 
 def acceptance_by_group(rows: Sequence[PromptRecord]) -> list[GroupRecord]:

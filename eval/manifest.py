@@ -88,37 +88,14 @@ def build_manifest(
         checkpoints: draft folders. The SHA-256 of their weights is recorded.
         draft: a language model is recorded like the target. ``checkpoints`` records other drafts.
     """
-    template, device = tokenizer.chat_template, target.device
-    return {
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(argv),
-        "config": dict(config),
-        "seed": seed,
+    device = target.device
+    return describe_call(tokenizer, benchmarks, config=config, argv=argv, seed=seed) | {
         "dtype": str(dtype_of(target)).removeprefix("torch."),
-        "versions": {
-            "pipedraft": __version__,
-            "python": platform.python_version(),
-            **{name: version(name) for name in PACKAGES},
-        },
-        "git": git_state(),
         "target": _model(target) | {"unapplied": unapplied_settings(target)},
         "draft_model": _model(draft.model) if isinstance(draft, LanguageModelDraft) else None,
-        "tokenizer": {
-            "name": tokenizer.name_or_path,
-            "sha256": tokenizer_hash(tokenizer),
-            "chat_template_sha256": _sha256(json.dumps(template)) if template else None,
-        },
         "checkpoints": {
             str(folder): hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
             for folder in checkpoints
-        },
-        "prompts": {
-            name: {
-                "count": len(prompts),
-                "ids": [prompt.id for prompt in prompts],
-                "sha256": prompts_hash(prompts),
-            }
-            for name, prompts in benchmarks.items()
         },
         "hardware": {
             "machine": platform.machine(),
@@ -127,5 +104,42 @@ def build_manifest(
             "torch_threads": torch.get_num_threads(),
             "device": str(device),
             "accelerator": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+        },
+    }
+
+
+def describe_call(
+    tokenizer: PreTrainedTokenizerBase,
+    benchmarks: Mapping[str, Sequence[Prompt]],
+    *,
+    config: Values,
+    argv: Sequence[str],
+    seed: int,
+) -> Manifest:
+    """Return a manifest's entries about the command, its code and its prompts."""
+    template = tokenizer.chat_template
+    return {
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": shlex.join(argv),
+        "config": dict(config),
+        "seed": seed,
+        "versions": {
+            "pipedraft": __version__,
+            "python": platform.python_version(),
+            **{name: version(name) for name in PACKAGES},
+        },
+        "git": git_state(),
+        "tokenizer": {
+            "name": tokenizer.name_or_path,
+            "sha256": tokenizer_hash(tokenizer),
+            "chat_template_sha256": _sha256(json.dumps(template)) if template else None,
+        },
+        "prompts": {
+            name: {
+                "count": len(prompts),
+                "ids": [prompt.id for prompt in prompts],
+                "sha256": prompts_hash(prompts),
+            }
+            for name, prompts in benchmarks.items()
         },
     }

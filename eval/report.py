@@ -136,11 +136,17 @@ def format_report(
     Args:
         pictures: existing chart files.
     """
-    hardware, target = manifest["hardware"], manifest["target"]
+    target = manifest["target"]
+    if hardware := manifest.get("hardware"):
+        place = (
+            f"Target `{target['name']}` ({manifest['dtype']}), {hardware['processor']}, "
+            f"{hardware['torch_threads']} threads"
+        )
+    else:
+        place = f"Server `{target['name']}`, model `{target['model']}`"
     parts = [
         f"# {title_of([manifest], runs)}",
-        f"Target `{target['name']}` ({manifest['dtype']}), {hardware['processor']}, "
-        f"{hardware['torch_threads']} threads, seed {manifest['seed']}.",
+        f"{place}, seed {manifest['seed']}.",
         f"    {manifest['command']}",
         *(
             "- " + line.replace("Not lossless", "**Not lossless**", 1)

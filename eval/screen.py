@@ -23,6 +23,7 @@ MEANINGS = {
 }
 """Legend under the table, by column."""
 ANY_RUN = {"fresh", "shard", "calibrate", "save_answers", "out", "config", "no_lossless"}
+ANY_RUN |= {"concurrency", "attempts", "deadline", "key_variable"}
 """Options that may differ between results in one folder."""
 
 
@@ -61,11 +62,11 @@ def screen_table(runs: Sequence[RunRecord]) -> str:
     cells = dict(zip(whole.header, zip(*whole.rows, strict=True), strict=True))
     same = [name for name in ("n", "T", "shape") if len(set(cells[name])) == 1]
     above = ", ".join(f"{name} = {cells[name][0]}" for name in same if cells[name][0] != "-")
-    untimed = [name for name in ("tokens/s", "speed-up") if set(cells[name]) == {"-"}]
+    empty = [name for name in ("S", "tokens/s", "speed-up") if set(cells[name]) == {"-"}]
     too_wide: list[str] = []
     for further in ("", *LEAST_TOLD):
-        too_wide += [further] * (further in cells)
-        left_out = {*same, *untimed, *too_wide}
+        too_wide += [further] * (further in cells and further not in empty)
+        left_out = {*same, *empty, *too_wide}
         kept = {name: column for name, column in cells.items() if name not in left_out}
         table = Table(list(kept), [list(row) for row in zip(*kept.values(), strict=True)])
         text = align_columns(table)
@@ -80,8 +81,11 @@ def screen_table(runs: Sequence[RunRecord]) -> str:
         notes.append("A large tree costs more than it saves here: try --tree chain:3 or chain:5.")
     elif slow:
         notes.append("The draft costs more than it saves here, as a chain, too.")
-    if untimed:
-        notes.append("No tokens/s: decoded beside other work, or several sequences at once.")
+    if "tokens/s" in empty:
+        notes.append(
+            "No tokens/s: decoded beside other work, several sequences at once, or by a server "
+            "that tells no times."
+        )
     return "\n".join([above] * bool(above) + [text, *notes])
 
 
@@ -103,10 +107,12 @@ def check_folder(out: Path, config: Values, *, is_fresh: bool) -> None:
     if is_fresh or not isinstance(held, dict):
         return
     now = json.loads(to_json(config))
-    for name in now.keys() & held.keys() - ANY_RUN:
-        is_same_device = name == "device" and "auto" in (now[name], held[name])
-        if now[name] != held[name] and not is_same_device:
+    # Other commands lack the option, and share other options with the same values.
+    for name in {*(now.keys() & held.keys() - ANY_RUN), "endpoint"}:
+        old, new = held.get(name), now.get(name)
+        is_same_device = name == "device" and "auto" in (new, old)
+        if new != old and not is_same_device:
             raise UsageError(
                 f"--out: {str(out)!r} holds another evaluation ({flag_name(name)} was "
-                f"{held[name]}, is {now[name]}); give another folder, or --fresh, which replaces it"
+                f"{old}, is {new}); give another folder, or --fresh, which replaces it"
             )

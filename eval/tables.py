@@ -11,6 +11,7 @@ from .metrics import AUTOREGRESSIVE, OVERALL
 from .record import (
     AcceptanceLength,
     EntropyRecord,
+    GroupRecord,
     LatencyRecord,
     Manifest,
     RateRecord,
@@ -45,8 +46,9 @@ TESTED = "Share accepted of the draft tokens tested, with 95 % intervals over pr
 POSITION_TEXT = f"{TESTED} as first, second, ... of their round."
 ENTROPY_TEXT = f"{TESTED} where the target's distribution has so many nats."
 GROUP_TEXT = f"""\
-{TESTED} and tokens per round, by the context's tokens, the answer's language, and the kind of text.
-A round is of its first token's group.
+{TESTED} and tokens per round, by the context's tokens, the place in the answer, the answer's
+language, the kind of text, and the unigram entropy (nats) of the 64 tokens before. A round is of
+its first token's group.
 """
 REPEATS_TEXT = "Decoded several times with the same random numbers: only the speed differs."
 PROCESS_TEXT = "Seconds that each process spent on each kind of work, over all prompts."
@@ -247,15 +249,20 @@ def entropy_table(runs: Sequence[RunRecord]) -> Table:
     )
 
 
+GROUP_COLUMNS: dict[str, Callable[[GroupRecord], str]] = {
+    "group": lambda part: part.group,
+    "prompts": lambda part: str(part.prompts),
+    "tests": lambda part: str(part.tests),
+    "alpha": _rate,
+    "tau": lambda part: number(part.mean_acceptance_length),
+}
+
+
 def group_table(runs: Sequence[RunRecord]) -> Table:
     return _part_table(
         runs,
-        ["group", "prompts", "tests", "alpha", "tau"],
-        lambda run: [
-            [part.group, str(part.prompts), str(part.tests), _rate(part)]
-            + [number(part.mean_acceptance_length)]
-            for part in run.acceptance_by_group
-        ],
+        list(GROUP_COLUMNS),
+        lambda run: Table.of(GROUP_COLUMNS, run.acceptance_by_group).rows,
     )
 
 

@@ -112,7 +112,9 @@ def evaluate(
     with own as bar:
         bar.set_description(description)
         conversations = [
-            _Conversation((prompt.task, index), prompt, tokenizer, max_prompt_tokens, traces, bar)
+            OpenConversation(
+                (prompt.task, index), prompt, tokenizer, max_prompt_tokens, traces, bar
+            )
             for index, prompt in enumerate(prompts)
         ]
         if isinstance(engine, BatchEngine):
@@ -125,7 +127,7 @@ def evaluate(
 
 
 @dataclass
-class _Conversation:
+class OpenConversation:
     """A prompt's turns so far."""
 
     name: tuple[str, int]
@@ -141,17 +143,21 @@ class _Conversation:
 
         Turns that are in the traces already are added to ``records``, and not decoded again.
         """
-        while num_left := len(self.prompt.turns) - len(self.records):
+        while len(self.prompt.turns) > len(self.records):
             answers = [record.answer for record in self.records]
             prompt_ids = encode_turn(self.tokenizer, self.prompt, answers)
             if self.max_prompt_tokens is not None and len(prompt_ids) > self.max_prompt_tokens:
-                self.bar.update(num_left)
+                self.leave_out_rest()
                 return None
             known = self.traces.get(turn_key(self.prompt, len(self.records), prompt_ids))
             if known is None:
                 return prompt_ids
             self._append(DecodeResult(**known))
         return None
+
+    def leave_out_rest(self) -> None:
+        """Count the turns that do not fit as done."""
+        self.bar.update(len(self.prompt.turns) - len(self.records))
 
     @property
     def prompt_index(self) -> int:
@@ -182,12 +188,12 @@ class _Conversation:
         self.bar.update()
 
 
-def _decode_together(batch: BatchEngine, conversations: Iterable[_Conversation]) -> None:
+def _decode_together(batch: BatchEngine, conversations: Iterable[OpenConversation]) -> None:
     """Decode one turn per conversation at a time. When one ends, the next conversation joins."""
     waiting = deque(conversations)
-    live: dict[Handle, _Conversation] = {}
+    live: dict[Handle, OpenConversation] = {}
 
-    def go_on(conversation: _Conversation) -> None:
+    def go_on(conversation: OpenConversation) -> None:
         prompt_ids = conversation.next_prompt()
         if prompt_ids is not None:
             handle = batch.submit(prompt_ids, prompt_index=conversation.prompt_index)

@@ -85,7 +85,8 @@ class DecodeResult:
     """Tokens emitted per round (restart to restart), including the correction or bonus token."""
     round_ends: str = ""
     """One letter per round about its last token: r, a draft token was rejected; u, no draft token
-    was tested; a, decoding ended on an accepted draft token."""
+    was tested; a, decoding ended on an accepted draft token. Empty where the rounds' order is not
+    known (``eval --endpoint``)."""
     round_drafted: list[int] = field(default_factory=list)
     """Draft tokens added to the tree, per round."""
     round_forwards: list[int] = field(default_factory=list)

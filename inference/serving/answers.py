@@ -258,12 +258,13 @@ def delta_of(piece: Piece) -> Json:
 
 
 def acceptance(result: DecodeResult) -> dict[str, object]:
-    """Return one output's acceptance counts. vLLM calls a round a speculative step."""
-    accepted = [
-        # Every round has one token from the target itself, unless it ends with "a".
-        length - (end != "a")
-        for length, end in zip(result.round_lengths, result.round_ends, strict=True)
-    ]
+    """Return one output's acceptance counts. vLLM calls a round a speculative step.
+
+    Like ``num_draft_tokens``, ``per_step_drafted`` counts tested draft tokens.
+    """
+    rounds = list(zip(result.round_lengths, result.round_ends, strict=True))
+    # Every round has one token from the target itself, unless it ends with "a".
+    accepted = [length - (end != "a") for length, end in rounds]
     counts = Counter(accepted)
     histogram = [counts[count] for count in range(max(accepted, default=0) + 1)]
     return {
@@ -274,6 +275,10 @@ def acceptance(result: DecodeResult) -> dict[str, object]:
         "num_accepted_draft_tokens": result.num_accepted,
         "num_draft_tokens": result.num_tested,
         "num_spec_tokens": len(histogram) - 1,
+        "per_step_accepted": accepted,
+        "per_step_drafted": [
+            count + (end == "r") for count, (_, end) in zip(accepted, rounds, strict=True)
+        ],
         "equivalent_acceptance_length": known(result.equivalent_acceptance_length),
         "num_steps": result.num_steps,
         "num_stages": result.num_stages,
@@ -327,10 +332,13 @@ class HttpAnswer:
 
     def body(self) -> Json:
         """Return the complete answer."""
-        return self._head | {
+        found = self._head | {
             "choices": [self._choice(choice) for choice in self.choices],
             **self._end(),
         }
+        if self._is_chat and self.asked.return_token_ids:
+            found["prompt_token_ids"] = self.choices[0].prompt_ids
+        return found
 
     def _choice(self, choice: Choice) -> Json:
         said: Json = {"index": choice.index, "logprobs": self._logprobs(choice.logprobs)}
@@ -344,6 +352,10 @@ class HttpAnswer:
             said["message"] = message
         else:
             said["text"] = choice.text
+        if self.asked.return_token_ids:
+            said["token_ids"] = [] if choice.result is None else choice.result.token_ids
+            if not self._is_chat:
+                said["prompt_token_ids"] = choice.prompt_ids
         return said | {"finish_reason": choice.finish_reason}
 
     def _logprobs(self, found: Sequence[TokenLogprob], first: int = 0) -> Json | None:

@@ -35,7 +35,7 @@ WITHOUT_EFFECT: Mapping[str, tuple[object, ...]] = {
     **dict.fromkeys(("logit_bias", "structured_outputs"), ({}, False)),
     **dict.fromkeys(("echo", "use_beam_search", "early_stopping"), (False,)),
     **dict.fromkeys(("include_stop_str_in_output", "continue_final_message"), (False,)),
-    **dict.fromkeys(("return_token_ids", "return_tokens_as_token_ids"), (False,)),
+    **dict.fromkeys(("return_tokens_as_token_ids",), (False,)),
     **dict.fromkeys(("do_sample", "add_generation_prompt"), (True,)),
     **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), ()),
     **dict.fromkeys(("structural_tag", "grammar", "format", "negative_prompt"), ()),

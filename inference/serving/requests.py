@@ -87,6 +87,8 @@ class ApiRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     ignore_eos: bool = False
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=64)] = []
     skip_special_tokens: bool = True
+    return_token_ids: bool = False
+    """Add prompt and output token ids to the answer, as in vLLM; not in streams."""
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     pipedraft_events: bool = False
@@ -241,6 +243,8 @@ def parse(body: bytes, kind: type[Kind]) -> tuple[Kind, list[str]]:
     for name in OF_STREAMS:
         if fields.get(name) and not fields.get("stream"):
             raise RequestError(f"{name}: of an answer with stream: true alone")
+    if fields.get("return_token_ids") and fields.get("stream"):
+        raise RequestError("return_token_ids: not supported in a stream; leave out stream")
     options = fields.get("stream_options")
     if isinstance(options, dict):
         fields["stream_options"] = {name: x for name, x in options.items() if x is not None}

@@ -1,6 +1,7 @@
 """Text groups: rows are mixed by group, and acceptance is counted by group."""
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ from pipedraft.data_recipes.groups import (
 )
 from pipedraft.data_recipes.recipe import load_data
 from pipedraft.eval import groups as eval_groups
-from pipedraft.eval.groups import acceptance_by_group, count_groups, token_segments
+from pipedraft.eval.groups import acceptance_by_group, count_groups, text_entropy, token_segments
 from pipedraft.eval.record import PromptRecord
 from pipedraft.inference.result import DecodeResult
 
@@ -133,7 +134,7 @@ def test_every_dimension_adds_up_to_the_totals(
         monkeypatch.setattr(eval_groups, mutant, loses[mutant])
     counts = count_groups(RESULT, "Hi", TEXTS["de"], Letters())  # type: ignore[arg-type]
     totals = [RESULT.num_tested, RESULT.num_accepted, len(RESULT.round_lengths), RESULT.num_tokens]
-    for dimension in ("context", "language", "segment"):
+    for dimension in ("context", "language", "place", "segment", "text entropy"):
         own = [values for name, values in counts.items() if name.startswith(f"{dimension}/")]
         assert (list(map(sum, zip(*own, strict=True))) == totals) is not bool(mutant)
 
@@ -148,6 +149,45 @@ def test_tests_and_rounds_are_counted_by_group() -> None:
     assert counts["segment/code"] == [6, 5, 2, 5]
     assert counts["language/de"] == [7, 6, 3, 8]
     assert counts["context/0"][0] + counts["context/512"][0] == 7
+    assert counts["place/0"] == [7, 6, 3, 8]
+    # 64 equal tokens before the answer.
+    assert counts["text entropy/0"] == [7, 6, 3, 8]
     row = PromptRecord(benchmark="b", id="1", tokens=8, steps=8, groups=counts)
     code = next(x for x in acceptance_by_group([row, row]) if x.group == "segment/code")
     assert (code.tests, code.accepts, code.mean_acceptance_length) == (12, 10, 2.5)
+
+
+def test_a_text_entropy_is_that_of_the_tokens_before() -> None:
+    """The formula, then the edges: 2, 8, 32 and 64 different tokens, and too few of them."""
+    assert text_entropy([7] * 64) == pytest.approx(0)
+    assert text_entropy([1, 1, 2, 3]) == pytest.approx(1.5 * math.log(2))
+    assert text_entropy(range(64)) == pytest.approx(math.log(64))
+    for kinds, group in ((2, "0"), (8, "2"), (16, "2.5"), (32, "3"), (64, "3.5")):
+        result = replace(RESULT, prompt_ids=[65 + i % kinds for i in range(64)])
+        counts = count_groups(result, "Hi", TEXTS["de"], Letters())  # type: ignore[arg-type]
+        assert f"text entropy/{group}" in counts, kinds
+    short = replace(RESULT, prompt_ids=[65] * 50)
+    counts = count_groups(short, "Hi", TEXTS["de"], Letters())  # type: ignore[arg-type]
+    assert counts["text entropy/start"] == [7, 6, 3, 8]
+
+
+def test_rounds_without_places_count_for_the_whole_turn() -> None:
+    unplaced = replace(RESULT, round_ends="")
+    counts = count_groups(unplaced, "Hi", TEXTS["de"], Letters())  # type: ignore[arg-type]
+    whole = [7, 6, 3, 8]
+    assert counts == {"context/0": whole, "segment/several": whole, "language/de": whole}
+    plain = replace(unplaced, token_ids=[ord(x) for x in "Hi there."])
+    assert "segment/answer" in count_groups(plain, "Hi", TEXTS["de"], Letters())  # type: ignore[arg-type]
+
+
+def test_groups_are_listed_in_the_order_of_their_numbers() -> None:
+    names = ["text entropy/3", "text entropy/2.5", "text entropy/start", "place/128", "place/32"]
+    row = PromptRecord(
+        benchmark="b", id="1", tokens=8, steps=8, groups={name: [2, 1, 1, 2] for name in names}
+    )
+    listed = [one.group for one in acceptance_by_group([row])]
+    assert listed == [
+        "place/32",
+        "place/128",
+        *("text entropy/" + x for x in ("start", "2.5", "3")),
+    ]

@@ -68,6 +68,8 @@ def runner_of(command: Command) -> str:
         return "test_export_gguf.py"  # it makes a target's file first
     if "out/imported" in words:
         return "test_peers.py"  # it makes heads in other projects' formats
+    if command.module == "pipedraft.eval" and "--endpoint" in words:
+        return "test_endpoint.py"  # it starts servers
     if command.module == "pipedraft.eval.audit":
         return "test_audit.py"  # it starts servers
     is_states_server = command.module == "pipedraft.train.features" and words[:1] == ["serve"]

@@ -89,6 +89,31 @@ def test_an_answer_is_what_the_engine_decodes_alone_with_its_figures(place, refe
     histogram = figures["acceptance_histogram"]
     assert sum(histogram) == figures["num_spec_steps"] == len(expected.round_lengths)
     assert sum(j * count for j, count in enumerate(histogram)) == expected.num_accepted
+    accepted, drafted = figures["per_step_accepted"], figures["per_step_drafted"]
+    assert [accepted.count(j) for j in range(len(histogram))] == histogram
+    assert sum(drafted) == expected.num_tested
+    pairs = list(zip(accepted, drafted, strict=True))
+    for place, tests in enumerate(expected.position_tests):
+        assert sum(d > place for _, d in pairs) == tests
+        assert sum(a > place for a, _ in pairs) == expected.position_accepts[place]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_an_answer_has_the_token_ids_on_request(place, reference, path):
+    said = {"messages": MESSAGES} if "chat" in path else {"prompt": AS_PROMPT}
+    asked = {"max_tokens": LENGTH, "temperature": 0, "return_token_ids": True, **said}
+    told = place.ask("POST", path, asked).json
+    expected = alone(reference, AS_PROMPT, temperature=0.0, verifier="auto")
+    (choice,) = told["choices"]
+    assert choice["token_ids"] == expected.token_ids
+    prompt = (told if "chat" in path else choice)["prompt_token_ids"]
+    assert prompt == expected.prompt_ids
+    refused = place.ask("POST", path, asked | {"stream": True})
+    assert refused.status == 400 and "return_token_ids" in refused.json["error"]["message"]
+    assert (
+        "token_ids"
+        not in place.ask("POST", path, asked | {"return_token_ids": False}).json["choices"][0]
+    )
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=ids_of)
