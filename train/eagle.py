@@ -132,8 +132,8 @@ class EagleObjective(DraftObjective[EagleTrainConfig]):
         sums: dict[str, Tensor] = {}
         for step in range(2, depth + 1):
             counted_BR = chain_rows(batch.mask_BT, step)
-            # No chain row's chain reaches beyond the last position.
-            wanted_MH = pick(features_BTH, F.pad(counted_BR, (step, 1 - step)))
+            # No chain row's chain reaches beyond the last position. A row may be shorter than step.
+            wanted_MH = pick(features_BTH, F.pad(counted_BR, (step, 0))[:, : ids_BT.shape[1]])
             drafted_MH = unrolled[step - 1].unflatten(0, counted_BR.shape)
             drafted_MH = pick(drafted_MH, counted_BR).to(wanted_MH.dtype)
             result = chunked_distillation(drafted_MH, head_VH, wanted_MH, head_VH)
