@@ -40,8 +40,10 @@ def check_adapter(name: str, find: FindFile, field: str) -> None:
     file, settings = ADAPTER_CONFIG, {} if place is None else _json_object(place)
     if place is None:
         found = [x for x in ADAPTER_WEIGHTS if Path(name).is_dir() and Path(name, x).exists()]
-        # peft saves each adapter but the default one in a folder of its own name.
-        found += [f"{x.parent.name}/{x.name}" for x in _below(name, ADAPTER_CONFIG)]
+        # peft saves each adapter but the default one in a folder of its own name. Beside a model's
+        # own weights such a folder is only a record, as `train` leaves of what was merged.
+        if not _has_weights(name):
+            found += [f"{x.parent.name}/{x.name}" for x in _below(name, ADAPTER_CONFIG)]
         if not found:
             return
         file = found[0]
@@ -65,6 +67,12 @@ def find_in(folder: Path) -> FindFile:
         return str(folder / file) if (folder / file).is_file() else None
 
     return find
+
+
+def _has_weights(name: str) -> bool:
+    """Return True if a local folder has a model's own weights, whole or in parts."""
+    kinds = ("model*.safetensors", "pytorch_model*.bin")
+    return any(path for kind in kinds for path in Path(name).glob(kind))
 
 
 def _below(name: str, file: str) -> list[Path]:

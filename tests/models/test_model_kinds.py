@@ -100,6 +100,13 @@ def test_an_adapter_beside_a_whole_model_is_refused(load, tmp_path):
     assert "is an adapter of another model" in line_of(load, str(tmp_path))
 
 
+def test_the_record_of_a_merged_adapter_beside_a_whole_model_is_no_reason(tmp_path):
+    model = tiny("llama")
+    model.save_pretrained(tmp_path)
+    write_adapter(tmp_path / "adapter", {"peft_type": "LORA"})
+    assert load_target(str(tmp_path)).config.hidden_size == model.config.hidden_size
+
+
 # -- quantized weights ----------------------------------------------------------------------
 
 
