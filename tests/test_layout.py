@@ -125,7 +125,7 @@ def test_types_are_checked_in_a_checkout_of_any_name(tmp_path: Path) -> None:
     """An import that mypy cannot find would be Any, and no error."""
     folder = copy_sources(tmp_path / "checkout")
     wrong = folder / "models" / "wrong.py"
-    wrong.write_text("from .spd import SPD\n\nx: int = SPD.load\n")
+    wrong.write_text("from .heads.spd import SPD\n\nx: int = SPD.load\n")
     command = [sys.executable, "-m", "mypy", "--config-file", str(ROOT / "pyproject.toml")]
     done = subprocess.run([*command, str(wrong)], cwd=folder, text=True, capture_output=True)
     lines = [line for line in done.stdout.splitlines() if ": error: " in line]

@@ -12,8 +12,8 @@ from ..arguments import PromptOptions
 
 EXAMPLE = """\
 example:
-  vllm serve Qwen/Qwen3-8B --speculative-config '{"method": "eagle3", "model": "out/head",
-      "num_speculative_tokens": 3}' --per-request-spec-decode-metrics detailed
+  vllm serve Qwen/Qwen3-8B --per-request-spec-decode-metrics detailed \\
+      --speculative-config '{"method": "eagle3", "model": "out/head", "num_speculative_tokens": 3}'
   pipedraft eval --endpoint http://127.0.0.1:8000 --tokenizer Qwen/Qwen3-8B \\
       --benchmarks mt_bench,gsm8k,humaneval --out out/endpoint
 
