@@ -4,11 +4,12 @@
     python benchmarks/edge/links.py --rtt 60 --loss 0.05 --rates 10:50 --out out/links/edge
 
 The server with the target is in one network namespace, the edge in the other (emulated_link.py).
-Sessions, messages and target passes are real, but the durations of passes and draft tokens are
-fixed by sleeping (--pass-ms, --draft-ms), so that the table compares protocol and link, not this
-machine's other work. The draft knows transformers' output and is right with the probability
---acceptance, by position. The simulation gets the same draft, durations, link and prompt. Losses
-are random, so it decodes --seeds times; both sides give medians.
+Sessions, messages and target passes are real, but passes and draft tokens are stretched by sleeping
+(--pass-ms, --draft-ms), so that the table compares protocol and link, not this machine's other
+work. The draft knows transformers' output and is right with the probability --acceptance, by
+position. The simulation gets the same draft, link and prompt, and the durations that a pass and a
+draft token were measured to have. Losses are random, so it decodes --seeds times; both sides give
+medians.
 
 The last line with --json: edge_over_model (measured over modeled ms per token, the cell farthest
 from 1), edge_cells (how many), different, bad_exits (breaks that did not end as they should).
@@ -148,9 +149,7 @@ class Edge:
         self.sleep_s = 0.0
         link = job["link"]
         times = Times(
-            draft_s=self.args.draft_ms / 1e3,
-            verify_s=self.args.pass_ms / 1e3,
-            cloud_draft_s=self.args.draft_ms / 1e3,
+            draft_s=job["draft_s"], verify_s=job["verify_s"], cloud_draft_s=job["draft_s"]
         )
         found = [
             decode(
@@ -191,6 +190,7 @@ class Edge:
         config = DecodeConfig.of(schedule, num_stages=1, max_new_tokens=self.args.tokens)
         access = Access(server=f"{ADDRESSES[1]}:{PORT}", give_up_s=GIVE_UP_S)
         found, warnings, reopened, messages = [], list[str](), 0, 0
+        took_s: list[tuple[float, float]] = []
         for _ in range(job["repeats"]):
             with Connection(access) as connection:
                 pipeline = RemotePipeline(
@@ -207,7 +207,15 @@ class Edge:
                     return {"failed": f"{type(error).__name__}: {error}", "warnings": warnings}
                 reopened += pipeline.num_reopened
                 messages += connection.up.messages
+                took_s.append((pipeline.estimates.draft_s, pipeline.estimates.verify_s))
         spoken = {"warnings": warnings, "reopened": reopened, "messages": messages}
+        spoken |= dict(
+            zip(
+                ("draft_s", "verify_s"),
+                map(statistics.median, zip(*took_s, strict=True)),
+                strict=True,
+            )
+        )
         return self.record(found) | spoken
 
     def record(self, found: list[Any]) -> dict[str, Any]:
@@ -304,8 +312,8 @@ def measure_cells(args: argparse.Namespace, sides: Sides) -> list[dict[str, Any]
     """Return a record for each link and method, measured and modeled."""
     links = [
         {"rtt": rtt, "up": up, "down": down, "loss": loss}
-        for rtt in args.rtt
         for up, down in args.rates
+        for rtt in args.rtt
         for loss in args.loss
     ]
     found: dict[str, dict[str, Any]] = {}
@@ -323,6 +331,8 @@ def measure_cells(args: argparse.Namespace, sides: Sides) -> list[dict[str, Any]
                 count = {"repeats": args.repeats}
                 if side == "modeled":
                     count = {"seeds": args.seeds if link["loss"] else 1}
+                    real = found[cell]["real"]
+                    count |= {name: real[name] for name in ("draft_s", "verify_s")}
                 done = sides.do(link=link, method=method, **count)
                 found[cell][side] = {"cell": cell, "link": link, "method": method} | done
                 with saved.open("a") as file:
@@ -398,7 +408,7 @@ def main() -> None:
     add = parser.add_argument
     add("--rtt", type=numbers, default=[5.0, 20.0, 60.0, 150.0], help="round trips in ms")
     add("--loss", type=numbers, default=[0.0, 0.005, 0.05], help="probability per packet")
-    add("--rates", type=pairs, default=[(2.0, 10.0), (10.0, 50.0)], help="Mbit/s as UP:DOWN,..")
+    add("--rates", type=pairs, default=[(10.0, 50.0), (2.0, 10.0)], help="Mbit/s as UP:DOWN,..")
     add("--pass-ms", type=float, default=100.0, help="of the target")
     add("--draft-ms", type=float, default=15.0, help="for a draft token")
     add("--acceptance", type=float, default=0.8)
