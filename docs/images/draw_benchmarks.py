@@ -27,6 +27,8 @@ LETTERS = 0.062
 FAR_UP = 2
 """The axis begins above 0 if all its values exceed this."""
 PRICE = "price: "
+MEASURED = "measured: "
+"""Before the name of a series: points beside the modeled line of that name."""
 Series = dict[str, list[tuple[float, float]]]
 
 
@@ -48,6 +50,9 @@ QUESTIONS = {
     ),
     "speedup_by_link": Question(
         x_axis="link latency, microseconds", y_axis="S, times autoregressive decoding", is_log=True
+    ),
+    "measured_by_link": Question(
+        x_axis="round trip, milliseconds", y_axis="S, times autoregressive decoding", is_log=True
     ),
     "speedup_by_row_price": Question(
         x_axis="price of one more token, in passes", y_axis="S, times autoregressive decoding"
@@ -96,10 +101,14 @@ def short(value: float, _: object = None) -> str:
 
 
 def draw_lines(axes: Axes, series: Series, question: Question) -> None:
-    lines = {name: points for name, points in series.items() if not name.startswith(PRICE)}
+    lines = {n: points for n, points in series.items() if not n.startswith((PRICE, MEASURED))}
     colors = dict(zip(lines, COLORS, strict=False))
     for (name, points), marker in zip(lines.items(), MARKERS + MARKERS, strict=False):
-        axes.plot(*zip(*points, strict=True), marker=marker, markersize=5, color=colors[name])
+        measured = series.get(MEASURED + name)
+        dots = {"marker": marker, "markersize": 5, "color": colors[name]}
+        axes.plot(*zip(*points, strict=True), **({"color": colors[name]} if measured else dots))
+        if measured:
+            axes.plot(*zip(*measured, strict=True), linestyle="", **dots)
     ticks = sorted({x for points in lines.values() for x, _ in points})
     if question.is_log:
         axes.set_xscale("log")
@@ -107,7 +116,8 @@ def draw_lines(axes: Axes, series: Series, question: Question) -> None:
     axes.xaxis.set_major_formatter(FuncFormatter(short))
     if len(ticks) < 7:
         axes.set_xticks(ticks)
-    heights = [y for points in lines.values() for _, y in points]
+    shown = (points for name, points in series.items() if not name.startswith(PRICE))
+    heights = [y for points in shown for _, y in points]
     bottom = 0.9 * min(heights) if min(heights) > FAR_UP else 0.0
     axes.set_ylim(bottom, 1.06 * max(heights))
     axes.set_xlabel(question.x_axis)
