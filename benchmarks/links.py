@@ -40,8 +40,12 @@ from typing import Any
 
 from emulated_link import ADDRESSES, EmulatedLink
 
+from pipedraft.eval.replay import Hardware, replay
 from pipedraft.eval.tables import Table, align_columns
+from pipedraft.eval.traces import read_recordings
 from pipedraft.files import to_json, write_atomically
+from pipedraft.inference.config import read_cost
+from pipedraft.inference.cost_model import CostModel
 
 ROOT = Path(__file__).resolve().parents[1]
 PARTS = ("pipeline", "exits", "breaks", "edge")
@@ -165,27 +169,26 @@ def ms_per_token(run: dict[str, Any]) -> float:
     return 1e3 * seconds / run["tokens"]
 
 
-def calibrated(args: argparse.Namespace, family: str, stages: int) -> tuple[dict[str, Any], float]:
+def calibrated(args: argparse.Namespace, family: str, stages: int) -> tuple[Path, float]:
     """Return the cost model fitted on this machine without a network, and a target pass in ms."""
     out = args.out / f"home_{family}_n{stages}"
     cost = out / "cost.json"
     if not cost.is_file():
         words = eval_words(args, family, stages, out)
         more = ["--processes", str(stages), "--calibrate", str(cost)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         out.mkdir(parents=True, exist_ok=True)
+        say(args, f"{family}, n = {stages}, without a network")
         subprocess.run(
             [sys.executable, *words, *more],
             cwd=ROOT,
-            env=environment,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
             check=True,
             stdout=subprocess.DEVNULL,
             timeout=args.limit_s,
         )
     plain = next(run for run in runs_in(out) if run["schedule"] == "autoregressive")
     stage_s = sum(process["seconds"].get("stage", 0.0) for process in plain["processes"])
-    repeated_tokens = plain["tokens"] * len(plain["per_prompt"][0]["decode_s_repeats"])
-    return json.loads(cost.read_text()), 1e3 * stage_s / repeated_tokens
+    return cost, 1e3 * stage_s / plain["tokens"]
 
 
 def measure_pipeline(args: argparse.Namespace, link: EmulatedLink) -> list[dict[str, Any]]:
@@ -199,31 +202,33 @@ def measure_pipeline(args: argparse.Namespace, link: EmulatedLink) -> list[dict[
             for rtt in args.rtt:
                 out = args.out / f"{family}_n{stages}_rtt{rtt:g}"
                 if not (out / "statuses.json").is_file():
-                    priced = out / "cost.json"
-                    out.mkdir(parents=True, exist_ok=True)
-                    with_link = cost | {"link": cost["link"] + rtt / 2 / pass_ms}
-                    write_atomically(priced, to_json(with_link))
                     link.set(rtt=rtt)
-                    words = eval_words(args, family, stages, out)
-                    launch = Launch(link, stages, [*words, "--cost", str(priced)], out)
+                    words = [*eval_words(args, family, stages, out), "--cost", str(cost)]
                     say(args, f"{family}, n = {stages}, {rtt:g} ms")
-                    statuses = launch.start().wait(args.limit_s)
+                    statuses = Launch(link, stages, words, out).start().wait(args.limit_s)
                     write_atomically(out / "statuses.json", to_json(statuses))
-                records += records_of(out, stages, rtt, pass_ms)
+                records += records_of(out, stages, rtt, read_cost(str(cost)), pass_ms)
     return records
 
 
-def records_of(out: Path, stages: int, rtt: float, pass_ms: float) -> list[dict[str, Any]]:
-    runs = runs_in(out)
+def records_of(
+    out: Path, stages: int, rtt: float, cost: CostModel, pass_ms: float
+) -> list[dict[str, Any]]:
+    """Return a launch's records. The recorded steps are priced with the link's latency."""
     exits = json.loads((out / "statuses.json").read_text())
+    runs = runs_in(out)
     if not runs:
         return [{"n": stages, "rtt": rtt, "method": out.name, "different": 0, "exits": exits}]
+    hardware = Hardware("links", cost, cost.link + rtt / 2 / pass_ms)
+    modeled = {
+        recording.config.schedule.name: replay(recording, hardware)[0]
+        for recording in read_recordings([out])
+    }
     plain = runs[0]
     assert plain["schedule"] == "autoregressive"
     found = []
     for run in runs:
-        modeled = sum(one["virtual_time"] for one in run["per_prompt"])
-        alone = sum(one["virtual_time_autoregressive"] for one in run["per_prompt"])
+        tokens, _, time, alone = modeled[run["schedule"]].prompts_P4.sum(0)
         found.append(
             {
                 "n": stages,
@@ -232,9 +237,9 @@ def records_of(out: Path, stages: int, rtt: float, pass_ms: float) -> list[dict[
                 "draft": out.name.partition("_")[0],
                 "length": run["equivalent_acceptance_length"]["pooled"],
                 "ms": ms_per_token(run),
-                "ms_modeled": modeled * pass_ms / run["tokens"],
+                "ms_modeled": time * pass_ms / tokens,
                 "S": ms_per_token(plain) / ms_per_token(run),
-                "S_modeled": alone / modeled,
+                "S_modeled": alone / time,
                 "different": run["lossless"]["mismatches"],
                 "exits": exits,
             }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -66,15 +67,17 @@ class CostModel:
     draft_forward: float | None = None
     """Time for one draft forward; None: the draft's number of layers divided by the target's."""
     is_asynchronous: bool = False
-    """Stages do not wait for each other's steps. A token still takes n stages, all links and one
-    verification to return, but a step takes only 1/n of the link and verification time. There are n
-    links, or n + 1 if the draft and the controller have a device of their own. Otherwise all stages
-    step together, and every step takes one link and one verification."""
+    """Stages do not wait for each other's steps. A token takes n stages, all links and one
+    verification to return, and a step takes 1/n of this time, or the busiest process's time if that
+    is longer: meanwhile the other segments cross links. There are n links, or n + 1 if the draft
+    and the controller have a device of their own. Otherwise all stages step together, and every
+    step takes the busiest process's time, one link and one verification."""
     draft_on_first_stage: bool = False
     """The draft and the controller share the first stage's processor."""
     sharing: float = 0.0
     """Slowdown by shared cores, caches or memory: each further process computing at the same time
-    adds this fraction to everyone's time. 0: processes share nothing."""
+    adds this fraction to each stage's time. 0: processes share nothing. ``draft_forward`` is a
+    draft's time beside busy stages."""
     layer_times: tuple[float, ...] = ()
     """Relative time per layer; empty: all equal."""
     stages: tuple[StageCost, ...] = ()
@@ -231,20 +234,21 @@ class VirtualClock:
             rows: rows processed per stage, 0 for an idle stage.
             overlap: True if the draft runs during the step, False if it runs after the step.
         """
-        stages = self.busy(rows)
         draft = draft_forwards * self.draft_forward
-        # Every process computing at the same time slows the others down by ``sharing``.
-        shared = 1.0 + self.cost.sharing * max(sum(map(bool, rows)) - 1, 0)
+        num_busy = sum(map(bool, rows))
+        on_first = self.cost.draft_on_first_stage
+        # A draft on its own device, or on a first stage that idles, is one more busy process.
+        is_further = overlap and bool(draft) and any(rows) and not (on_first and rows[0])
+        slowdown = self.cost.sharing * (max(num_busy - 1, 0) + is_further)
+        alone, between = self.busy(rows), self.between(rows)
+        stages = [(1.0 + slowdown) * each for each in alone]
+        passing = max(stages) + between
+        if self.cost.is_asynchronous:
+            passing = _beside_others(sum(alone) / max(num_busy, 1), slowdown, between) + between
         if not overlap:
-            busy = max(stages) * shared + draft
-        elif self.cost.draft_on_first_stage:
-            is_further = bool(draft) and not rows[0] and any(rows)
-            shared += self.cost.sharing * is_further
-            busy = max(stages[0] + draft, *stages) * shared
-        else:
-            shared += self.cost.sharing * (bool(draft) and any(rows))
-            busy = max(draft, *stages) * shared
-        return busy + self.between(rows)
+            return passing + draft
+        busy = max(stages[0] + draft, *stages) if on_first else max(draft, *stages)
+        return max(busy, passing) if self.cost.is_asynchronous else busy + between
 
     def drafts_pay(self) -> bool:
         """Return True if drafting is worth its time, for automatic budgets."""
@@ -281,6 +285,23 @@ class VirtualClock:
         alone = ([int(other == stage) for other in range(n)] for stage in range(n))
         steps = (self.duration(rows, draft_forwards=0, overlap=True) for rows in alone)
         return num_tokens * sum(steps)
+
+
+def _beside_others(alone: float, slowdown: float, idle: float) -> float:
+    """Return the time of a process that computes, then idles, as the others do.
+
+    b' = b (1 + c b' / (b' + a))    the others are busy for a share b' / (b' + a) of the time
+
+    Args:
+        alone: b, its time if no other process computes.
+        slowdown: c, the fraction by which it is slower if all others compute all the time.
+        idle: a.
+    """
+    if not alone:
+        return 0.0
+    # The positive solution of b'^2 + (a - b - b c) b' - a b = 0.
+    half = (alone * (1.0 + slowdown) - idle) / 2
+    return half + math.sqrt(half * half + idle * alone)
 
 
 def continuous_acceptance_length(

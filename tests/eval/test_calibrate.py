@@ -122,8 +122,35 @@ def test_a_known_cost_model_is_recovered(is_apart):
 def test_processes_that_share_cores_slow_each_other(rows, forwards, expected):
     clock = VirtualClock(CostModel(sharing=0.5, draft_on_first_stage=True), (0, 4, 8), 0.1)
     clock.step(rows, draft_forwards=forwards, overlap=True)
-    busiest = max(0.5 * rows[0] + 0.1 * forwards, 0.5 * rows[1])
-    assert clock.time == pytest.approx(busiest * (1 + 0.5 * (expected - 1)))
+    slower = 1 + 0.5 * (expected - 1)
+    # The draft's time was measured beside busy stages.
+    busiest = max(0.5 * rows[0] * slower + 0.1 * forwards, 0.5 * rows[1] * slower)
+    assert clock.time == pytest.approx(busiest)
+
+
+def test_a_slow_link_hides_the_busiest_process_and_a_fast_one_does_not():
+    """A step is the round of a segment over n, or the busiest process's own time."""
+    for link, expected in ((0.05, 0.7), (3.0, 0.5 + 3.0)):
+        cost = CostModel(link=link, is_asynchronous=True, draft_on_first_stage=True)
+        clock = VirtualClock(cost, (0, 3, 8), 0.325)
+        step = clock.duration([1, 1], draft_forwards=1, overlap=True)
+        assert step == pytest.approx(expected)  # 3 / 8 + 0.325 = 0.7; the mean stage takes 0.5
+        assert clock.duration([1, 1], draft_forwards=1, overlap=False) == pytest.approx(
+            0.5 + link + 0.325
+        )
+        assert clock.autoregressive_time(1) == pytest.approx(1 + 2 * link)
+
+
+def test_processes_that_wait_for_links_do_not_slow_each_other():
+    def step(link: float) -> float:
+        cost = CostModel(link=link, sharing=1.0, is_asynchronous=True, draft_on_first_stage=True)
+        clock = VirtualClock(cost, (0, 4, 8), 0.0)
+        return clock.duration([1, 1], draft_forwards=0, overlap=True) - link
+
+    assert step(0.0) == pytest.approx(0.5 * 2)
+    assert step(1000.0) == pytest.approx(0.5, rel=1e-3)
+    # Busy for b of b + 1: b = 0.5 (1 + b / (b + 1)) has the solution b = 0.5 ** 0.5.
+    assert step(1.0) == pytest.approx(0.5**0.5)
 
 
 def test_the_slowness_of_shared_cores_is_recovered():
@@ -202,11 +229,14 @@ def test_hops_head_and_decision_are_paid_for_each_row(is_asynchronous, shares, l
     )
     clock = VirtualClock(cost, CUT, 0.0)
     expected = links + 4 * (0.2 + 0.3) / (2 if is_asynchronous else 1)
-    assert clock.duration([7, 5], draft_forwards=0, overlap=True) == pytest.approx(0.625 + expected)
+    # The stages take 0.375 and 0.625: the longer one in lock step, else the mean.
+    stage = 0.5 if is_asynchronous else 0.625
+    assert clock.duration([7, 5], draft_forwards=0, overlap=True) == pytest.approx(stage + expected)
     assert clock.duration([7, 0], draft_forwards=0, overlap=True) < 0.375 + expected
     assert clock.autoregressive_time(3) == pytest.approx(3)
-    one, five = (clock.duration([rows] * 2, draft_forwards=0, overlap=True) for rows in (1, 5))
-    assert clock.row_price == pytest.approx((five - one) / 4)
+    even = VirtualClock(cost, (0, 4, 8), 0.0)
+    one, five = (even.duration([rows] * 2, draft_forwards=0, overlap=True) for rows in (1, 5))
+    assert even.row_price == pytest.approx((five - one) / 4)
 
 
 def test_rows_that_slow_a_step_make_no_room_for_more_forwards():
