@@ -343,6 +343,7 @@ def measure_cells(args: argparse.Namespace, sides: Sides) -> list[dict[str, Any]
     return [
         {"link": one["real"]["link"], "method": one["real"]["method"]} | one
         for one in found.values()
+        if one.keys() == {"real", "modeled"}
     ]
 
 
