@@ -26,7 +26,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -148,10 +148,9 @@ class Wire:
             if wait_s > 0:
                 return wait_s
             _, _, end, packet = heapq.heappop(self.queue)
-            try:
+            # A full queue, or an interface that is down, loses it.
+            with suppress(OSError):
                 os.write(self.ends[1 - end], packet)
-            except (BlockingIOError, OSError):
-                pass  # a full queue, or an interface that is down, loses it
         return None
 
     def read(self, descriptor: int) -> None:
@@ -203,10 +202,8 @@ def main() -> None:
         wire = Wire(ends)
         wire.set({key: value for key, value in vars(args).items() if key in DEFAULTS})
         print(f"{args.name}_a is {ADDRESSES[0]}, {args.name}_b is {ADDRESSES[1]}", flush=True)
-        try:
+        with suppress(KeyboardInterrupt):
             carry(wire)
-        except KeyboardInterrupt:
-            pass
 
 
 if __name__ == "__main__":
