@@ -120,6 +120,8 @@ class Edge:
         edge = self
 
         class Rehearsed(LookupSource):
+            _root: torch.Tensor | None
+
             def _at(self, position: int) -> torch.Tensor:
                 self.num_forwards += 1
                 time.sleep(edge.sleep_s)
