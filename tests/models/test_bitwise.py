@@ -218,6 +218,7 @@ def test_a_rounded_draft_leaves_a_float32_targets_text(dtype, way):
 SAMPLED = {"schedule": "eagle", "tree": CHAIN, "verifier": "rejection"}
 
 
+@pytest.mark.all
 @NEEDS_KERNELS
 def test_sampled_text_with_a_rounded_draft_has_the_targets_law():
     target = sampling_target()
@@ -226,6 +227,7 @@ def test_sampled_text_with_a_rounded_draft_has_the_targets_law():
     assert_sampled_like_the_target(target, draft, **SAMPLED)
 
 
+@pytest.mark.all
 @NEEDS_KERNELS
 def test_a_test_against_other_probabilities_than_the_rounded_drafts_shows(monkeypatch):
     target = sampling_target()

@@ -192,6 +192,7 @@ def test_a_rank_that_was_suspended_goes_on(folder):
     assert outcome.seconds > 2, "it ended before the last stop"
 
 
+@pytest.mark.all
 def test_a_launch_that_was_suspended_goes_on(folder):
     """Longer than a rank may be silent."""
     failure = partial(process_failures.be_suspended, times_s=[7.0], all_of_them=True)

@@ -50,7 +50,9 @@ class Watched(Scheduler):
         return super().update_from_output(scheduler_output, model_runner_output)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize(
+    "num_ranks", [3, *(pytest.param(n, marks=pytest.mark.all) for n in (2, 4))]
+)
 def test_outputs_are_those_of_the_definition(num_ranks):
     Watched.seen.clear()
     total = Counts()
