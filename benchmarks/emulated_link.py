@@ -78,6 +78,11 @@ class EmulatedLink:
         return ["ip", "netns", "exec", self.namespaces[side], *words]
 
 
+def numbers(text: str) -> list[float]:
+    """Read a comma list, for options such as --rtt 5,20."""
+    return [float(part) for part in text.split(",")]
+
+
 def run(*words: str) -> None:
     subprocess.run(words, check=True)
 

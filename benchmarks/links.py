@@ -38,7 +38,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from emulated_link import ADDRESSES, EmulatedLink
+from emulated_link import ADDRESSES, EmulatedLink, numbers
 
 from pipedraft.eval.replay import Hardware, replay
 from pipedraft.eval.tables import Table, align_columns
@@ -370,10 +370,6 @@ def is_bad_break(one: dict[str, Any], whole: str) -> bool:
 def say(args: argparse.Namespace, line: str) -> None:
     if not args.json:
         print(line, file=sys.stderr, flush=True)
-
-
-def numbers(text: str) -> list[float]:
-    return [float(part) for part in text.split(",")]
 
 
 def main() -> None:

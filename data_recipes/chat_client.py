@@ -5,7 +5,7 @@ import json
 import os
 import random
 import re
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self, TypeVar
@@ -81,6 +81,16 @@ class ChatServerOptions(Options):
                 f"--key-variable: {self.key_variable!r} is not set in the environment; "
                 "export the key under that name"
             )
+
+
+async def run_workers(work: Callable[[], Coroutine[Any, Any, None]], count: int) -> None:
+    """Run ``count`` workers at once. The first error ends all of them, and is raised."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(count):
+                group.create_task(work())
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from errors
 
 
 class ChatServer:
@@ -186,12 +196,7 @@ class ChatServer:
                     said = f"{failures} rows in a row have failed: {reason}"
                     raise TargetLost(f"{self.field}: {said}")
 
-        try:
-            async with asyncio.TaskGroup() as group:
-                for _ in range(self.options.concurrency):
-                    group.create_task(work())
-        except ExceptionGroup as errors:
-            raise errors.exceptions[0] from errors
+        await run_workers(work, self.options.concurrency)
 
     async def post(self, path: str, body: Values) -> Any:
         """Request another path in one attempt. "/../NAME" is beside the API's address."""

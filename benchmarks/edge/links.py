@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from emulated_link import ADDRESSES, EmulatedLink
+from emulated_link import ADDRESSES, EmulatedLink, numbers
 
 ROOT = Path(__file__).resolve().parents[2]
 PORT = 50051
@@ -398,10 +398,6 @@ def print_table(records: list[dict[str, Any]]) -> None:
 def pairs(text: str) -> list[tuple[float, float]]:
     split = [part.partition(":") for part in text.split(",")]
     return [(float(up), float(down)) for up, _, down in split]
-
-
-def numbers(text: str) -> list[float]:
-    return [float(part) for part in text.split(",")]
 
 
 def main() -> None:

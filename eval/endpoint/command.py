@@ -11,6 +11,7 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from ...chats import set_template_variables
+from ...data_recipes.chat_client import run_workers
 from ...errors import UsageError, make_folder
 from ...files import Values, locked
 from ...inference.result import DecodeResult, ratio
@@ -159,12 +160,7 @@ class EndpointEvaluation:
             for one in waiting:
                 await self._converse(one, temperature)
 
-        try:
-            async with asyncio.TaskGroup() as group:
-                for _ in range(self.options.concurrency):
-                    group.create_task(work())
-        except ExceptionGroup as errors:
-            raise errors.exceptions[0] from errors
+        await run_workers(work, self.options.concurrency)
 
     async def _converse(self, one: OpenConversation, temperature: float) -> None:
         while (prompt_ids := one.next_prompt()) is not None:
