@@ -56,6 +56,8 @@ TESTS := $(BIN)/pytest -q -n 3 --dist loadfile --no-loadscope-reorder
 AGAIN = { test $$? -eq 1 && echo "once more, alone:" && $(BIN)/pytest -v --lf --lfnf=none; }
 
 test test-all fuzz quickstart real engines: export HF_HUB_OFFLINE = 1
+# Tests start hundreds of processes; each would compile every file anew.
+test test-all: export PYTHONDONTWRITEBYTECODE =
 
 test: venv lint
 	$(TESTS) -m "not all" || $(AGAIN)

@@ -19,7 +19,7 @@ from pipedraft.inference.schedules import SCHEDULES
 
 WING = ("inference/edge", "eval/edge", "benchmarks/edge", "tests/edge")
 PACKAGE = ("models", "data_recipes", "inference", "eval", "train")
-QUICK = ("config", "tree", "cut")
+QUICK = ("config", "tree")
 OF_PAGES = ("docs", "benchmarks/test_published_numbers.py")
 """Tests that read pages, or run the commands on them."""
 

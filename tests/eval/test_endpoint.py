@@ -88,7 +88,10 @@ def served(head: str, schedule: str, stages: int, **settings) -> Engine:
 
 @pytest.mark.parametrize(
     ("head", "schedule", "stages", "settings"),
-    [("eagle3", "eagle", 1, {"tree": "chain:3"}), ("spd_n4", "spd", 4, {"tree_width": 4})],
+    [
+        ("eagle3", "eagle", 1, {"tree": "chain:3"}),
+        pytest.param("spd_n4", "spd", 4, {"tree_width": 4}, marks=pytest.mark.all),
+    ],
 )
 def test_counts_of_our_server_equal_our_engines(tmp_path, capsys, head, schedule, stages, settings):
     """Every prompt's counts and groups are equal, one after the other and three at once."""
@@ -260,6 +263,7 @@ def test_a_busy_server_is_asked_again(tmp_path):
 # -- resuming ----------------------------------------------------------------------------------
 
 
+@pytest.mark.all
 def test_an_interrupted_run_keeps_its_answers(tmp_path, capsys):
     """Ctrl-C ends with 130. The same command asks for the rest alone, --fresh for all of it."""
     with stub(holds_from=4) as server:

@@ -257,7 +257,9 @@ WAITING = """
 import os, signal, sys, time
 from pathlib import Path
 folder, rank = Path(sys.argv[1]), os.environ["RANK"]
-(folder / f"rank{rank}.pid").write_text(str(os.getpid()))
+own = folder / f"rank{rank}.new"
+own.write_text(str(os.getpid()))
+own.rename(own.with_suffix(".pid"))
 while rank != "2" or not (folder / "go").exists():
     time.sleep(0.01)
 os.kill(os.getpid(), signal.SIGKILL)

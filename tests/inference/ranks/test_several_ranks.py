@@ -123,7 +123,7 @@ def test_a_sequence_that_fails_ends_alone(llama, fault, monkeypatch):
 @pytest.mark.parametrize(
     ("kinds", "count"),
     [
-        (("module", "head"), 8),
+        (("module", "head"), 4),
         *(pytest.param((kind,), 125, marks=pytest.mark.all) for kind in WAYS),
     ],
 )
