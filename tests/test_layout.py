@@ -55,8 +55,7 @@ def imported_modules(path: Path) -> Iterator[str]:
             yield from (alias.name for alias in node.names)
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=label)
-def test_a_folder_imports_only_the_folders_below_it(path: Path) -> None:
+def check_imports_only_the_folders_below(path: Path) -> None:
     folder = path.relative_to(ROOT).parts[0]
     for module in imported_modules(path):
         top, _, rest = module.partition(".")
@@ -142,8 +141,7 @@ def test_scripts_and_tests_import_through_the_package(path: Path) -> None:
     assert not tests, f"what {tests} share with others goes to conftest.py or a *_runs.py"
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=label)
-def test_files_and_functions_stay_small(path: Path) -> None:
+def check_has_small_functions(path: Path) -> None:
     text = path.read_text()
     assert text.count("\n") <= 700, "split by responsibility"
     assert path.stem not in VAGUE_NAMES, "name the file after what is in it"
@@ -158,8 +156,7 @@ def test_files_and_functions_stay_small(path: Path) -> None:
             assert has_sentence, f"{node.name}: its docstring begins with no sentence of its own"
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=label)
-def test_only_two_modules_load_with_transformers(path: Path) -> None:
+def check_loads_through_pretrained(path: Path) -> None:
     """They refuse code in the model's folder, pickles, and missing weights."""
     loaders = (ROOT / "pretrained.py", ROOT / "gguf_files.py")
     for node in nodes_of(path):
@@ -170,6 +167,7 @@ def test_only_two_modules_load_with_transformers(path: Path) -> None:
 PARSERS = ("__main__", "commands")
 
 
+@pytest.mark.all
 def test_networks_load_without_an_option_parser() -> None:
     files = [f for f in SOURCES if f.is_relative_to(ROOT / "models") and f.stem not in PARSERS]
     names = [".".join(["pipedraft", *f.relative_to(ROOT).with_suffix("").parts]) for f in files]
@@ -182,11 +180,24 @@ def test_networks_load_without_an_option_parser() -> None:
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=label)
-def test_nothing_is_imported_from_an_entry_point(path: Path) -> None:
+def check_imports_no_entry_point(path: Path) -> None:
     """Under ``-m`` such a module would exist twice."""
     modules = [module for module in imported_modules(path) if "__main__" in module.split(".")]
     assert not modules, "what others use goes to a file named for it"
+
+
+RULES = (
+    check_imports_only_the_folders_below,
+    check_has_small_functions,
+    check_loads_through_pretrained,
+    check_imports_no_entry_point,
+)
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=label)
+def test_a_file_keeps_every_rule(path: Path) -> None:
+    for rule in RULES:
+        rule(path)
 
 
 def requirement_name(requirement: str) -> str:

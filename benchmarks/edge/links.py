@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from emulated_link import ADDRESSES, EmulatedLink, numbers
@@ -93,12 +93,12 @@ class Edge:
         self.args = args
         self.tokenizer = load_tokenizer(args.target)
         self.prompt = encode_chat(self.tokenizer, [{"role": "user", "content": PROMPT}])
-        self.model = load_target(args.target)
+        self.model = cast(Any, load_target(args.target))
         with torch.inference_mode():
             ids = torch.tensor([self.prompt])
             found = self.model.generate(ids, max_new_tokens=args.tokens, do_sample=False)
         self.wanted: list[int] = found[0, len(self.prompt) :].tolist()
-        self.draft = Lookup("ngram", self.model.config.get_text_config().vocab_size)
+        self.draft: Any = Lookup("ngram", self.model.config.get_text_config().vocab_size)
         self.sleep_s = 0.0
         self._rehearse()
 
@@ -139,7 +139,7 @@ class Edge:
                 for row in rows:
                     self._states[self._name(tree, row)] = self._at(tree.position(row) + 1)
 
-        sources.LookupSource = Rehearsed
+        vars(sources)["LookupSource"] = Rehearsed
 
     def simulate(self, job: dict[str, Any]) -> dict[str, Any]:
         """Return milliseconds per token on the virtual clock, one for each seed."""

@@ -71,13 +71,10 @@ ANSWERS = [
     ("ddp", {"dynamo_config": {"dynamo_backend": "INDUCTOR"}}, "dynamo_backend: INDUCTOR is"),
 ]
 """Shipped file, changes to it, and words that the run prints."""
-SETS = [
-    pytest.param(*answer, marks=[pytest.mark.all] * (at != 1), id=answer[2])
-    for at, answer in enumerate(ANSWERS)
-]
 
 
-@pytest.mark.parametrize(("file", "changes", "words"), SETS)
+@pytest.mark.all
+@pytest.mark.parametrize(("file", "changes", "words"), ANSWERS, ids=[a[2] for a in ANSWERS])
 def test_two_processes_with_these_settings_train_the_run_of_one(
     runs, alone, settings, tmp_path, file, changes, words
 ):
