@@ -11,7 +11,8 @@ corners: seeds, n = 2, penalties, min_tokens, log-probabilities, stop strings an
     flight, limits, chunked prefill, shared prefixes, preemption, an abort in flight, several
     requests at once.
 stages: the same with four stages.
-law: answers sampled at temperature 1 without seeds, compared by the audit's tests.
+law: seeded answers at temperature 1 are equal; distributions of unseeded ones are compared by the
+    audit's tests.
 server: the command `pipedraft vllm --run`, streamed and disconnected.
 speed: both in turn on a target --depth times as deep as SmolLM2, with the same outputs; with
     --link-ms, over links with this latency between the ranks and back to the scheduler.
@@ -335,8 +336,14 @@ def four_stages(engine: Engine, prompts: list[list[int]], found: Comparison) -> 
 
 
 def law(engine: Engine, prompts: list[list[int]], found: Comparison) -> None:
-    """Compare the distributions of unseeded answers, each decoded alone."""
+    """Compare seeded answers at temperature 1 to all prompts with plain vLLM's. Then compare the
+    distributions of unseeded answers to a few, each decoded alone.
+    """
     options = engine.options
+    seeded = {"temperature": 1.0, "max_tokens": options.max_new_tokens, "seed": 7}
+    batch = {"prompts": prompts, "params": seeded}
+    pair = [engine.decode([batch], draft=draft)[0] for draft in (None, head_of(options))]
+    found.outputs("law: seeded, temperature 1", *pair)
     repeated = [p for p in prompts[: options.sampled_prompts] for _ in range(options.samples)]
     params = {"temperature": 1.0, "max_tokens": options.max_new_tokens // 2}
     sides = []
