@@ -54,12 +54,11 @@ from pipedraft.eval.tables import Table, align_columns
 from pipedraft.eval.tasks import encode_turn, load_tasks
 from pipedraft.files import to_json, write_atomically
 from pipedraft.inference.vllm.gate import SCHEDULER, WORKER
+from pipedraft.inference.vllm.source import import_folder
 from pipedraft.models.target import load_tokenizer
 from pipedraft.pretrained import quieten
 
 CHILD = Path(__file__).with_name("vllm_child.py")
-PARENT = Path(__file__).resolve().parents[2]
-"""Folder to import pipedraft from."""
 LEVEL = 0.01
 START_S = 600
 ROUNDING = 1e-3
@@ -184,7 +183,7 @@ class Engine:
         self.options, self.python = options, options.engine_python
 
     def environment(self) -> dict[str, str]:
-        more = {"PYTHONPATH": f"{PARENT}:{CHILD.parent}", "OMP_NUM_THREADS": "1"}
+        more = {"PYTHONPATH": f"{import_folder()}:{CHILD.parent}", "OMP_NUM_THREADS": "1"}
         more |= {"VLLM_USE_V2_MODEL_RUNNER": "0", "LINK_MS": str(self.options.link_ms)}
         return engine_environment(self.python) | more
 
@@ -225,7 +224,8 @@ class Engine:
                 text=True,
             )
             if not answer.exists():
-                (self.options.out / "engine.log").write_text(done.stderr)
+                # vLLM's ranks say on standard output why they end.
+                (self.options.out / "engine.log").write_text(done.stdout + done.stderr)
                 raise engine_failure(done.stderr, done.returncode)
             found: list[Answer] = json.loads(answer.read_text())
         return found
@@ -435,7 +435,7 @@ def deep_target(options: FillOptions) -> Path:
     if not (folder / "head" / "config.json").is_file():
         shutil.rmtree(folder, ignore_errors=True)
         script = Path(__file__).parents[1] / "docs" / "lab" / "deeper_target.py"
-        environment = {**os.environ, "PYTHONPATH": str(PARENT)}
+        environment = {**os.environ, "PYTHONPATH": str(import_folder())}
         command = [sys.executable, str(script), str(options.depth), str(folder)]
         subprocess.run(command, check=True, env=environment)
     return folder

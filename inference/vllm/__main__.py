@@ -26,6 +26,7 @@ from .gate import (
     parse_draft,
 )
 from .options import VllmOptions
+from .source import PACKAGE, import_folder
 
 PROBE = """
 import importlib.util, json, re
@@ -40,7 +41,6 @@ print(json.dumps([found, importlib.util.find_spec("pipedraft") is not None]))
 """
 """Prints vLLM's version, and whether pipedraft is installed beside it."""
 PROBE_S = 60
-PACKAGE = Path(__file__).parents[2]
 ALLOWED = {"--distributed-executor-backend": "mp"}
 """Option -> its allowed value; for all others the gate refuses it is 1."""
 
@@ -106,7 +106,7 @@ def package_path(options: VllmOptions) -> str | None:
             f"--engine-python: {str(options.engine_python)!r} does not have pipedraft; type "
             f"{options.engine_python} -m pip install --no-deps pipedraft"
         )
-    return str(PACKAGE.parent)
+    return str(import_folder())
 
 
 def launch_line(

@@ -5,6 +5,7 @@ import json
 import shlex
 import sys
 from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -28,6 +29,7 @@ from pipedraft.inference.vllm.gate import (
     parse_draft,
     read_settings,
 )
+from pipedraft.inference.vllm.source import import_folder
 
 
 class Watched(Scheduler):
@@ -388,11 +390,22 @@ def fake_python(folder, version):
     return str(file)
 
 
+def test_a_checkout_of_any_name_is_imported_as_pipedraft(tmp_path):
+    checkout = tmp_path / "main"
+    checkout.mkdir()
+    for _ in range(2):
+        assert (import_folder(checkout) / "pipedraft").samefile(checkout)
+    (tmp_path / "pipedraft").mkdir()
+    assert import_folder(tmp_path / "pipedraft") == tmp_path
+
+
 def test_another_environment_imports_the_checkout(tmp_path, monkeypatch, capsys):
     python = fake_python(tmp_path, '"0.32.0"')
     command("m", "--engine-python", python, monkeypatch=monkeypatch)
     line = shlex.split(capsys.readouterr().out)
-    assert line[:2] == ["VLLM_USE_V2_MODEL_RUNNER=0", f"PYTHONPATH={REPOSITORY.parent}"]
+    name, _, path = line[1].partition("=")
+    assert line[0] == "VLLM_USE_V2_MODEL_RUNNER=0" and name == "PYTHONPATH"
+    assert (Path(path) / "pipedraft").samefile(REPOSITORY)
     assert line[2:6] == [python, "-m", "vllm.entrypoints.cli.main", "serve"]
     python = fake_python(tmp_path, '"0.31.0"')
     with pytest.raises(ValueError, match=r"vllm: 0\.31\.0.*install 0\.32\.0, or give --untested"):
