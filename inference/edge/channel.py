@@ -192,6 +192,20 @@ class Traffic:
     """Time spent sending bits: T_up and T_down in the papers' energy models, including outages."""
 
 
+@dataclass(kw_only=True, eq=False)
+class Sent:
+    """A message on its way. A later one may reveal its loss, and so let it arrive earlier."""
+
+    arrival_s: float = 0.0
+    """When it is delivered, never before the messages sent before it."""
+    own_s: float = 0.0
+    """When it has arrived itself."""
+    left_s: float = 0.0
+    """When its last bit left for the first time."""
+    resent_s: float | None = None
+    """When TCP's first timeout ends, if its last packet is lost."""
+
+
 @dataclass(kw_only=True)
 class _Lane(Traffic):
     """One direction of a channel."""
@@ -199,7 +213,27 @@ class _Lane(Traffic):
     bytes_per_s: Steps
     random: np.random.Generator
     free_s: float = 0.0
-    last_arrival_s: float = 0.0
+    flying: list[Sent] = field(default_factory=list)
+    delivered_s: float = 0.0
+    """Arrival of the newest message that flies no more."""
+
+    def order(self) -> None:
+        """Let no message overtake the one before."""
+        floor_s = self.delivered_s
+        for sent in self.flying:
+            floor_s = sent.arrival_s = max(floor_s, sent.own_s)
+
+    def reveal(self, at_s: float, round_trip_s: float) -> None:
+        """Resend what is lost and waits for its timeout, because a later packet has arrived.
+
+        Its acknowledgment comes at ``at_s``. RACK (RFC 8985) waits for a quarter of a round trip
+        more than one round trip, because the packet may only be late.
+        """
+        for sent in self.flying:
+            if sent.resent_s is not None:
+                known_s = max(at_s, sent.left_s + 1.25 * round_trip_s)
+                sent.own_s -= max(0.0, sent.resent_s - known_s)
+                sent.resent_s = None
 
 
 def timeout_s(round_trip_s: float, num_before: int = 0) -> float:
@@ -241,22 +275,26 @@ class Channel:
         return self._lanes[direction]
 
     def transmit(self, now_s: float, num_bytes: int, direction: Direction) -> float:
+        """Send a message as ``send`` does, and return its arrival time if no other one follows."""
+        return self.send(now_s, num_bytes, direction).arrival_s
+
+    def send(self, now_s: float, num_bytes: int, direction: Direction) -> Sent:
         """Send a message. For each direction, call this in sending order.
 
-        A message waits until the one before it has left and that message's lost packets have been
-        resent, because TCP could not deliver it earlier. A later message in flight reveals no loss
-        here, although it could in TCP. The link's header is added to
-        ``num_bytes``.
+        A message waits until the one before it has left. It is delivered after the one before it.
+        The link's header is added to ``num_bytes``. If an earlier message's last packet is lost,
+        this one may reveal it before TCP's timeout, and then both arrive earlier.
 
-        Returns:
-            Arrival time, which is never before an earlier message's.
+        Deviation: what is resent delays no message that has been sent in the meantime.
         """
         link, lane = self.link, self._lanes[direction]
+        while lane.flying and lane.flying[0].arrival_s <= now_s:
+            lane.delivered_s = lane.flying.pop(0).arrival_s
         full, rest = divmod(num_bytes + link.header_bytes, PACKET_BYTES)
         sizes = [PACKET_BYTES] * full + [rest] * (rest > 0)
         lane.messages += 1
         lane.payload_bytes += num_bytes
-        start_s, num_timeouts = max(now_s, lane.free_s), 0
+        start_s, num_timeouts, sent = max(now_s, lane.free_s), 0, Sent()
         while True:
             end_s = lane.bytes_per_s.reach(start_s, sum(sizes))
             lane.wire_bytes += sum(sizes)
@@ -264,9 +302,11 @@ class Channel:
             # The delay begins with the last bit, so read it at that moment.
             delay_s = link.delay_s.at(end_s)
             loss = link.loss.at(end_s)
-            if not loss:
-                break
-            is_lost = lane.random.random(len(sizes)) < loss
+            is_lost = lane.random.random(len(sizes)) < loss if loss else np.zeros(len(sizes), bool)
+            if not sent.left_s:
+                sent.left_s = lane.free_s = end_s
+                if not is_lost.all():
+                    lane.reveal(end_s + 2 * delay_s, 2 * delay_s)
             sizes = [size for size, lost in zip(sizes, is_lost, strict=True) if lost]
             if not sizes:
                 break
@@ -276,13 +316,15 @@ class Channel:
             wait_s = 2 * delay_s
             if is_lost[-1]:
                 wait_s, num_timeouts = timeout_s(wait_s, num_timeouts), num_timeouts + 1
+                if num_timeouts == 1:
+                    sent.resent_s = end_s + wait_s
             start_s = end_s + wait_s
         if jitter_s := link.jitter_s.at(end_s):
             delay_s = max(0.0, delay_s + jitter_s * lane.random.uniform(-1, 1))
-        lane.free_s = end_s
-        # Jitter must not let a message overtake the one before.
-        lane.last_arrival_s = max(lane.last_arrival_s, end_s + delay_s)
-        return lane.last_arrival_s
+        sent.own_s = end_s + delay_s
+        lane.flying.append(sent)
+        lane.order()
+        return sent
 
 
 class LinkEstimate:

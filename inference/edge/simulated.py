@@ -15,7 +15,7 @@ import numpy as np
 
 from ...errors import check_ranges
 from . import session_messages as messages
-from .channel import Channel, Direction, Link, LinkEstimate, LinkState
+from .channel import Channel, Direction, Link, LinkEstimate, LinkState, Sent
 from .draft_length import Estimates
 from .pipeline import LinkedPipeline, RemoteTarget
 from .session_messages import REPLIES, REQUESTS, Open, Reply, Request, Settings
@@ -55,6 +55,16 @@ class Times:
         return self.verify_s + self.verify_row_s * (num_rows - 1)
 
 
+_Event = tuple[float, int, Callable[[], None]]
+"""Time, place among events of the same time, and what happens."""
+
+
+@dataclass
+class _Flying:
+    sent: Sent
+    event: _Event
+
+
 class SimulatedPipeline(LinkedPipeline):
     """Pipeline to a target behind a virtual link, with a virtual clock.
 
@@ -91,7 +101,8 @@ class SimulatedPipeline(LinkedPipeline):
         self.num_passes = 0
         """Number of target passes, without the pass over the prompt."""
         self._session: TargetSession | None = None
-        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._events: list[_Event] = []
+        self._flying: dict[Direction, list[_Flying]] = {"up": [], "down": []}
         # Ties in the heap keep their order; callables cannot be compared.
         self._order = itertools.count()
         # Separate generators: another draft token must not change the target's times.
@@ -162,8 +173,10 @@ class SimulatedPipeline(LinkedPipeline):
                 up_bytes_per_s=state.up_bytes_per_s, down_bytes_per_s=state.down_bytes_per_s
             )
 
-    def _at(self, time_s: float, event: Callable[[], None]) -> None:
-        heapq.heappush(self._events, (time_s, next(self._order), event))
+    def _at(self, time_s: float, event: Callable[[], None]) -> _Event:
+        entry = time_s, next(self._order), event
+        heapq.heappush(self._events, entry)
+        return entry
 
     # -- the target's side ------------------------------------------------------------------
 
@@ -183,11 +196,23 @@ class SimulatedPipeline(LinkedPipeline):
 
     # -- messages ---------------------------------------------------------------------------
 
-    def _transmit(self, num_bytes: int, direction: Direction) -> float:
-        """Send a message, and return its arrival time."""
+    def _transmit(self, num_bytes: int, direction: Direction, deliver: Callable[[], None]) -> None:
+        """Send a message, and call ``deliver`` when it has arrived."""
         if self.is_colocated:
-            return self._now_s
-        return self.channel.transmit(self._now_s, num_bytes, direction)
+            self._at(self._now_s, deliver)
+            return
+        flying = self._flying[direction]
+        flying[:] = [other for other in flying if other.sent.arrival_s > self._now_s]
+        before_s = [other.sent.arrival_s for other in flying]
+        sent = self.channel.send(self._now_s, num_bytes, direction)
+        if before_s != [other.sent.arrival_s for other in flying]:
+            # The message reveals losses: those before it arrive earlier, in the same order.
+            old = {id(other.event) for other in flying}
+            self._events = [event for event in self._events if id(event) not in old]
+            heapq.heapify(self._events)
+            for other in flying:
+                other.event = self._at(other.sent.arrival_s, other.event[2])
+        flying.append(_Flying(sent, self._at(sent.arrival_s, deliver)))
 
     def _size(self, request: Request) -> int:
         ids = request.ids if isinstance(request, messages.Preverify | messages.Verify) else []
@@ -204,7 +229,7 @@ class SimulatedPipeline(LinkedPipeline):
             prompt_s = self.times.prompt_row_s * len(request.prompt_ids)
             self._drafts_from_s = self._now_s + prompt_s
 
-        self._at(self._transmit(self._size(request), "up"), partial(self._receive, data))
+        self._transmit(self._size(request), "up", partial(self._receive, data))
 
     def _receive(self, data: bytes) -> None:
         request = REQUESTS.decode(data)
@@ -217,7 +242,7 @@ class SimulatedPipeline(LinkedPipeline):
     def _send_down(self, replies: list[Reply]) -> None:
         for reply in replies:
             data = REPLIES.to_bytes(reply)
-            self._at(self._transmit(len(data), "down"), partial(self._arrive, data))
+            self._transmit(len(data), "down", partial(self._arrive, data))
 
     def _arrive(self, data: bytes) -> None:
         self._inbox.append((REPLIES.decode(data), self._now_s))

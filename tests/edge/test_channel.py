@@ -180,6 +180,30 @@ def test_a_later_packet_of_the_message_reveals_a_loss_after_one_round_trip() -> 
     assert extra_s(link, size, [False, False, True], [True]) == pytest.approx(2 * 0.26)
 
 
+def test_a_later_message_reveals_a_loss_before_its_timeout() -> None:
+    """It arrives, is acknowledged, and what was lost crosses the link again; see also RACK."""
+    link = Link.constant(up_mbps=1e6, rtt_ms=60)
+
+    def arrivals(sent_s: list[float], *rounds: list[bool]) -> list[float]:
+        channel = Channel(replace(link, loss=Steps.constant(0.5)))
+        channel._lanes["up"].random = Losses(*rounds)  # type: ignore[assignment]
+        found = [channel.send(time_s, 100, "up") for time_s in sent_s]
+        return [one.arrival_s for one in found]
+
+    lost, kept = [True], [False]
+    assert arrivals([0.0], lost) == pytest.approx([0.26 + 0.03], abs=1e-5)
+    # Draws: the first message's two transmissions, then the second message's.
+    early = arrivals([0.0, 0.04], lost, kept, kept)
+    assert early == pytest.approx([0.04 + 0.06 + 0.03] * 2, abs=1e-5)
+    at_once = arrivals([0.0, 0.001], lost, kept, kept)
+    assert at_once == pytest.approx([1.25 * 0.06 + 0.03] * 2, abs=1e-5)
+    late = arrivals([0.0, 0.25], lost, kept, kept)
+    assert late == pytest.approx([0.26 + 0.03, 0.25 + 0.03 + 0.01], abs=1e-5)
+    # A second message that is lost, too, reveals nothing; the third one reveals both.
+    both = arrivals([0.0, 0.02, 0.04], lost, kept, lost, kept, kept)
+    assert both == pytest.approx([0.04 + 0.06 + 0.03] * 3, abs=1e-5)
+
+
 def test_losses_are_as_frequent_as_asked() -> None:
     """Transmissions are geometric: p / (1 - p) resent packets on average."""
     loss, count, size = 0.2, 4000, 1000
