@@ -45,12 +45,14 @@ DEFAULTS = {"rtt": 0.0, "jitter": 0.0, "loss": 0.0, "up": 0.0, "down": 0.0, "mod
 class EmulatedLink:
     """The two namespaces and their link, as a process of its own. A context manager."""
 
-    def __init__(self, name: str = "pdlink") -> None:
-        self.namespaces = f"{name}_a", f"{name}_b"
+    def __init__(self, name: str = "pdlink", sysctls: Sequence[str] = ()) -> None:
+        """``sysctls``: kernel settings of both namespaces, as NAME=VALUE."""
+        self.namespaces, self.sysctls = (f"{name}_a", f"{name}_b"), sysctls
         self.settings: dict[str, Any] = {}
 
     def __enter__(self) -> Self:
         command = [sys.executable, __file__, "--name", self.namespaces[0].removesuffix("_a")]
+        command += [f"--sysctl={setting}" for setting in self.sysctls]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
@@ -87,7 +89,7 @@ def run(*words: str) -> None:
     subprocess.run(words, check=True)
 
 
-def open_interface(name: str, namespace: str, address: str) -> int:
+def open_interface(name: str, namespace: str, address: str, sysctls: Sequence[str]) -> int:
     """Create a namespace with one interface, whose packets this process reads and writes."""
     descriptor = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
     request = struct.pack("16sH", name.encode(), IP_PACKETS | NO_HEADER)
@@ -99,7 +101,7 @@ def open_interface(name: str, namespace: str, address: str) -> int:
     run(*inside, "link", "set", "lo", "up")
     # Otherwise TCP begins with the round trip that it measured under earlier settings.
     forget = "net.ipv4.tcp_no_metrics_save=1"
-    run("ip", "netns", "exec", namespace, "sysctl", "-qw", forget)
+    run("ip", "netns", "exec", namespace, "sysctl", "-qw", forget, *sysctls)
     return descriptor
 
 
@@ -189,6 +191,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--sysctl", action="append", default=[], help="setting of both namespaces")
     parser.add_argument("--name", default="pdlink", help="the namespaces are NAME_a and NAME_b")
     for key in ("rtt", "jitter", "loss", "up", "down"):
         parser.add_argument(f"--{key}", type=float, default=0.0)
@@ -203,7 +206,7 @@ def main() -> None:
             namespace = f"{args.name}_{side}"
             run("ip", "netns", "add", namespace)
             stack.callback(subprocess.run, ["ip", "netns", "del", namespace], check=False)
-            ends.append(open_interface(f"{args.name[:12]}_{side}", namespace, address))
+            ends.append(open_interface(f"{args.name[:12]}_{side}", namespace, address, args.sysctl))
         wire = Wire(ends)
         wire.set({key: value for key, value in vars(args).items() if key in DEFAULTS})
         print(f"{args.name}_a is {ADDRESSES[0]}, {args.name}_b is {ADDRESSES[1]}", flush=True)

@@ -28,8 +28,9 @@ ADVICE = (
     f"same ${TOKEN_VARIABLE}"
 )
 BEAT_S = 0.25
-SILENCE_S = 5.0
-"""Longest time without a message from a rank."""
+SILENCE_S = 7.0
+"""Longest time without a message from a rank. TCP sends again 3.9 s after the start of an outage of
+3 s, so a launch outlives this one."""
 STEP_S = 8.0
 """Longest forward pass in a stage or the draft. Every rank ends within 10 s of a failure."""
 REPEAT_S = 1.0
