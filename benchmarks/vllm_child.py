@@ -96,6 +96,8 @@ def run(llm, batch, vllm, watch):
 def main():
     request = json.loads(Path(sys.argv[1]).read_text())
     vllm = importlib.import_module("vllm")
+    if request["settings"]["worker_cls"].startswith("vllm_link."):
+        importlib.import_module("vllm_link")  # in this process, too, and first
     llm = vllm.LLM(**request["settings"])
     watch = Watch(llm.llm_engine.engine_core.engine_core.scheduler)
     prompts = request["batches"][0]["prompts"][:1]
