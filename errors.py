@@ -10,7 +10,8 @@ from pathlib import Path
 
 LINE_CHARACTERS = 1000
 """Maximum message length; longer messages keep their beginning and end."""
-STORAGE_CODES = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO}
+FULL_CODES = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+STORAGE_CODES = FULL_CODES | {errno.EROFS, errno.EIO}
 
 
 class UsageError(ValueError):
@@ -89,7 +90,7 @@ def describe_os_error(error: OSError) -> str:
     if error.errno is None or error.strerror is None:
         return str(error)
     place = "output" if error.filename is None else repr(os.fspath(error.filename))
-    fix = "; make room" if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else ""
+    fix = "; make room" if error.errno in FULL_CODES else ""
     return f"{place}: {error.strerror}{fix}"
 
 

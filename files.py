@@ -17,7 +17,7 @@ import msgspec
 import yaml
 from safetensors import SafetensorError
 
-from .errors import Failure, UsageError, make_folder
+from .errors import FULL_CODES, STORAGE_CODES, Failure, UsageError, make_folder
 
 Values: TypeAlias = dict[str, Any]
 """Values by name, as in a file or a call."""
@@ -202,6 +202,27 @@ def make_place(field: str, path: Path, mark: bytes) -> None:
         )
 
 
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Name ``path`` in errors about a full or failing disk: failed writes do not say where it is.
+
+    Raises:
+        Failure: one line with the path, the reason and the fix.
+    """
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        in_text = re.search(r"\(os error (\d+)\)", str(error))  # safetensors, from Rust
+        is_named = isinstance(error, OSError) and error.filename is not None
+        code = int(in_text[1]) if in_text else getattr(error, "errno", None) or 0
+        if code not in STORAGE_CODES or is_named:
+            raise
+        fix = "make room" if code in FULL_CODES else "repair the disk"
+        raise Failure(
+            f"{str(path)!r}: {os.strerror(code)}; {fix}, and run the same command again"
+        ) from error
+
+
 def publish(path: Path, write: Callable[[Path], object]) -> None:
     """Create or replace a file by one rename, after ``write(temporary)`` and a flush to disk.
 
@@ -209,10 +230,11 @@ def publish(path: Path, write: Callable[[Path], object]) -> None:
     """
     temporary = partial(path)
     try:
-        write(temporary)
-        make_readable(temporary)
-        flush(temporary)
-        os.replace(temporary, path)
+        with naming(path):
+            write(temporary)
+            make_readable(temporary)
+            flush(temporary)
+            os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise

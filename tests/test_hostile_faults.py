@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 import random
+import re
 import resource
 import shutil
 import signal
@@ -116,6 +117,18 @@ def test_a_full_disk_leaves_what_was_there(write, read, tmp_path):
     assert read(tmp_path) == 2
     left = [p.name for p in tmp_path.rglob("*") if ".partial" in p.name or ".replaced" in p.name]
     assert not left
+
+
+@by_every_save
+def test_a_full_disk_is_named_with_its_folder(write, read, tmp_path):
+    for size in (0, SIZE - 1):
+        with pytest.raises(Failure) as failed, little_disk(size):
+            write(tmp_path, 2)
+        assert re.fullmatch(
+            rf"'{tmp_path}/\S+': File too large; make room, and run the same command again",
+            str(failed.value),
+        )
+        assert ".partial" not in str(failed.value)
 
 
 def test_a_draft_is_saved_whole_or_the_fault_is_named(tmp_path):

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..errors import Failure
-from ..files import flush, partial
+from ..files import flush, naming, partial
 from .position import Cut, DonePart
 
 STEP_PREFIX = "step-"
@@ -42,8 +42,9 @@ def replace_folder(folder: Path, fill: Callable[[Path], None]) -> None:
     temporary = partial(folder)
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
-    fill(temporary)
-    publish_folder(temporary, folder)
+    with naming(folder):
+        fill(temporary)
+        publish_folder(temporary, folder)
 
 
 def publish_folder(temporary: Path, folder: Path) -> None:
