@@ -18,11 +18,13 @@ if TYPE_CHECKING:
     from .api import custom_generate as custom_generate
     from .api import evaluate as evaluate
     from .api import load as load
+    from .api import new_head as new_head
     from .api import train_head as train_head
 
 PUBLIC = {
     "load": "api",
     "train_head": "api",
+    "new_head": "api",
     "evaluate": "api",
     "custom_generate": "api",
     "DecodeConfig": "inference.config",

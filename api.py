@@ -1,4 +1,4 @@
-"""Python API: ``pipedraft.load``, ``train_head``, ``evaluate`` and ``custom_generate``.
+"""Python API: ``pipedraft.load``, ``train_head``, ``new_head``, ``evaluate``, ``custom_generate``.
 
 Each function is a thin wrapper around a command's code, with the same names, checks and defaults.
 """
@@ -20,6 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .chats import encode_chat
 from .data_recipes.config import DataConfig
+from .data_recipes.fitting import load_fitting
 from .devices import place_draft, resolve_device, resolve_dtype
 from .errors import UsageError, flag_name
 from .eval.arguments import EvalOptions
@@ -39,6 +40,7 @@ from .inference.shapes import TreeShape
 from .inference.sources import default_schedule
 from .inference.sources.lookup import Lookup, make_lookup
 from .models import load_draft
+from .models.exchange.card import model_card
 from .models.exchange.commands import FORMATS
 from .models.exchange.export import export
 from .models.exchange.hub import check_repo_id, fill_upload, push
@@ -50,7 +52,8 @@ from .models.transformer.fingerprint import fingerprint_mismatch, read_target, t
 from .pretrained import read_config, silent
 from .train.config import check_run
 from .train.methods import methods
-from .train.run import run_training
+from .train.own_loop import NewHead
+from .train.run import registry, run_training
 
 Place: TypeAlias = str | Path
 """Folder or Hub id."""
@@ -367,6 +370,44 @@ def train_head(
     if trainer.accelerator.num_processes == 1:  # the next run may have another precision
         AcceleratorState._reset_state(reset_partial_state=True)
     return TrainedHead(folder=folder / "best", metrics=dict(trainer.progress.metrics))
+
+
+def new_head(
+    method: str,
+    *,
+    target: Place | PreTrainedModel | Model,
+    dataset: Iterable[object] | DataConfig | Place,
+    data: Mapping[str, object] | None = None,
+    device: str = "auto",
+    **model: object,
+) -> NewHead:
+    """Make an untrained head with its loss and batches, for a training loop of your own.
+
+    Args:
+        method, target, dataset, data: as for ``train_head``.
+        device: as for ``load``, if ``target`` is a folder or Hub id.
+        model: the head's fields, such as num_steps=4; docs/config.md lists them by method.
+
+    Raises:
+        ValueError: an unknown or out-of-range field, or unusable data.
+    """
+    values: Values = {"method": method, "target": _name_of(target), "model": model}
+    with tempfile.TemporaryDirectory() as folder, silent():
+        values |= {"output_dir": folder}
+        values["data"] = {**(data or {}), **_data_fields(dataset, Path(folder))}
+        run, config, _ = check_run(values, methods())
+        name, kind = str(run.target), registry()[method]
+        tokenizer = load_tokenizer(name)
+        network = target.target if isinstance(target, Model) else target
+        if not isinstance(network, PreTrainedModel):
+            network = load_target(name, device=resolve_device(device, "device"), may_round=False)
+        kind.check(config, network)
+        rows = load_fitting(run.data, tokenizer, network.config.get_text_config())
+        objective = kind(config, network, target_name=name, revision=None, data=rows)
+    objective.card = model_card
+    made = NewHead(objective.to(network.device), rows, tokenizer.pad_token_id or 0)
+    objective.start_on(made.batches(run.batch_tokens))
+    return made
 
 
 def _data_fields(dataset: Iterable[object] | DataConfig | Place, folder: Path) -> Values:

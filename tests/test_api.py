@@ -369,6 +369,38 @@ def test_fields_of_a_run_are_checked_like_words(method, fields, message, tmp_pat
         )
 
 
+@pytest.mark.parametrize("method, fields", [("eagle3", {"num_steps": 2}), ("spd", {})])
+def test_a_head_is_trained_in_a_loop_of_ones_own(method, fields, in_fp32, tmp_path):
+    rows = [
+        [{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": "Yes."}]
+        for i in range(9)
+    ]
+    new = pipedraft.new_head(
+        method, target=TARGET, dataset=rows, data={"valid_fraction": 0.2}, **fields
+    )
+    optimizer = torch.optim.AdamW(new.objective.parameters(), lr=3e-3)
+    losses = []
+    for epoch in range(3):
+        (batch,) = new.batches(512, epoch=epoch)
+        assert batch.ids_BT.shape[0] == len(new.data.train) and len(new.data.valid)
+        losses.append(new.loss(batch))
+        losses[-1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    (packed,), (valid,) = new.batches(512, packing=True), new.batches(512, valid=True)
+    torch.testing.assert_close(new.loss(packed), new.loss(batch), rtol=1e-3, atol=0)
+    assert losses[2] < losses[0] and valid.ids_BT.shape[0] == len(new.data.valid)
+    decoded = pipedraft.load(TARGET, draft=new.save(tmp_path / "head")).generate(
+        "3?", max_new_tokens=8
+    )
+    assert decoded.text == pipedraft.load(TARGET).generate("3?", max_new_tokens=8).text
+
+
+def test_fields_of_a_new_head_are_checked(tmp_path):
+    with pytest.raises(ValueError, match="did you mean model.num_steps"):
+        pipedraft.new_head("eagle3", target=TARGET, dataset="a.jsonl", num_step=3)
+
+
 # -- documentation --------------------------------------------------------------------------
 
 

@@ -9,6 +9,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from ..data_recipes.table import Rows
 from ..files import Values
 
 
@@ -67,6 +68,17 @@ class Batch:
         sizes = torch.tensor(lengths)
         mask_T[sizes.cumsum(0) - sizes] = False
         return cls(ids_BT=ids_T[None], mask_BT=mask_T[None], lengths=lengths)
+
+    @classmethod
+    def of_rows(cls, data: Rows, rows: list[int], pad_id: int, *, packing: bool) -> Self:
+        """Read a data set's rows, padded or packed."""
+        columns = data[rows]
+        examples = [
+            {"input_ids": ids, "loss_mask": mask}
+            for ids, mask in zip(columns["input_ids"], columns["loss_mask"], strict=True)
+        ]
+        batch = cls.packed(examples) if packing else cls.padded(examples, pad_id)
+        return replace(batch, rows=rows)
 
     @property
     def documents(self) -> list[int] | None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..data_recipes.recipe import TokenizedData
 from ..data_recipes.table import Rows, row_lengths
-from ..files import partial
+from ..files import naming, partial
 from ..models.heads.draft import WEIGHTS_FILE
 from ..models.speed.cpu import muon_in_float32
 from ..pretrained import context_length
@@ -158,13 +158,7 @@ class Trainer:
             progress.epoch, progress.batch, progress.done = progress.epoch + 1, 0, []
 
     def load(self, dataset: Rows, rows: list[int]) -> Batch:
-        columns = dataset[rows]
-        examples = [
-            {"input_ids": ids, "loss_mask": mask}
-            for ids, mask in zip(columns["input_ids"], columns["loss_mask"], strict=True)
-        ]
-        is_packed = self.config.packing
-        batch = Batch.packed(examples) if is_packed else Batch.padded(examples, self.pad_id)
+        batch = Batch.of_rows(dataset, rows, self.pad_id, packing=self.config.packing)
         # A dump numbers validation rows after the training rows.
         first = 0 if dataset is self.data.train else len(self.data.train)
         batch = replace(batch, rows=[first + row for row in rows])
@@ -340,17 +334,19 @@ class Trainer:
             (temporary / STATE).mkdir(parents=True)
         # Every process must call this: it gathers a sharded network.
         weights = self.accelerator.get_state_dict(self.module)
-        if self.accelerator.is_main_process:
-            self._write_head(temporary, metrics, weights)
-        # Nobody may write before the main process has made the folder.
-        self.accelerator.wait_for_everyone()
-        self.state.save(temporary / STATE, self.progress)
+        with naming(folder):
+            if self.accelerator.is_main_process:
+                self._write_head(temporary, metrics, weights)
+            # Nobody may write before the main process has made the folder.
+            self.accelerator.wait_for_everyone()
+            self.state.save(temporary / STATE, self.progress)
         # Nothing is published before every process has written its part.
         self.accelerator.wait_for_everyone()
         if self.accelerator.is_main_process:
             if self.state.sharding == DistributedType.DEEPSPEED:
                 checkpoint.check_deepspeed(temporary / STATE, self.world)
-            checkpoint.publish_folder(temporary, folder)
+            with naming(folder):
+                checkpoint.publish_folder(temporary, folder)
             checkpoint.rotate(self.config.output_dir, self.config.keep_checkpoints)
         self.accelerator.wait_for_everyone()
 
