@@ -101,7 +101,7 @@ class ServerUnderLoad:
             text=True,
         )
         assert self.process.stdout is not None
-        if "serving" not in self.process.stdout.readline():
+        if not any(line.startswith("ready: ") for line in self.process.stdout):
             raise Failure(f"the server did not begin: {self.end()}")
 
     def ranks(self) -> list[int]:

@@ -114,13 +114,19 @@ def resolve_cut(
 
 
 def load_engine(
-    options: EngineOptions, cluster: Cluster | None, settings: Values, *, traces: bool = False
+    options: EngineOptions,
+    cluster: Cluster | None,
+    settings: Values,
+    *,
+    traces: bool = False,
+    says_loading: bool = False,
 ) -> Engine:
     """Load target and draft, and make their engine.
 
     Args:
         settings: for the engine's ``DecodeConfig``.
         traces: let the ranks record their time spans.
+        says_loading: print a line before the weights are loaded, which may take minutes.
     """
     quieten()
     choice = describe(options)
@@ -138,6 +144,8 @@ def load_engine(
         warn_of_variables(options.checkpoint, description, options.chat_template_kwargs)
     device = place_of(options, cluster)
     dtype = resolve_dtype(options.dtype, device, choice.target, choice.revision)
+    if says_loading:
+        print(f"loading {choice.target} ...", flush=True)
     if cluster is None:
         target = load_target(choice.target, revision=choice.revision, dtype=dtype, device=device)
         choose_decoding_threads(target)

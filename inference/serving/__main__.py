@@ -32,7 +32,8 @@ def main(words: Sequence[str] | None = None) -> None:
             from ..command import load_engine
 
             # Requests set their own temperature: prepare a rule for sampling.
-            engine = load_engine(options, cluster, options.engine_settings() | {"temperature": 1.0})
+            settings = options.engine_settings() | {"temperature": 1.0}
+            engine = load_engine(options, cluster, settings, says_loading=True)
             options.warn_if_open(keys, "--api-key-file")
             listen.run(engine, options, keys, socket, cluster)
 

@@ -108,9 +108,11 @@ def run(
         files = {"ssl_certfile": options.tls_cert, "ssl_keyfile": options.tls_key}
     server = http_server(service, **files)
     address = address_of(options.host, listener.getsockname()[1])
+    url, name = f"{'https' if files else 'http'}://{address}", options.names[0]
+    print(f"serving {name} on {url} ({service.describe()})")
     print(
-        f"serving {options.names[0]} on {'https' if files else 'http'}://{address} "
-        f"({service.describe()})",
+        f"ready: open {url} in a browser to chat; OpenAI clients take base_url {url}/v1 and model "
+        f"{name}; Ctrl-C ends the server",
         flush=True,
     )
     # Requests leave reference cycles; a frozen heap makes collections cheap and frequent.

@@ -19,9 +19,9 @@ EXAMPLE = """example:
       --tls-cert server.pem --tls-key server.key
   pipedraft serve --checkpoint assets/heads/spd_n4 --backend process --processes 4
 
-The first line on stdout names the address; open it in a browser to chat. After SIGTERM or Ctrl-C,
-open requests get --grace-s seconds to finish; a second signal ends them at once. docs/serve.md has
-the rest.
+Once it can answer, the server prints its address and how to use it; open the address in a browser
+to chat. After SIGTERM or Ctrl-C, open requests get --grace-s seconds to finish; a second signal
+ends them at once. docs/serve.md has the rest.
 """
 
 

@@ -80,7 +80,11 @@ def test_the_command_serves_a_checkpoint_until_a_signal(command, repository):
     *_, last = stream
     assert last.choices[0].finish_reason == "length"
     status, out, err = process.finish()
-    assert (status, err) == (0, "") and "spd, n = 4, with API key" in out
+    loading, serving, ready, *_ = out.splitlines()
+    assert (status, err) == (0, "") and loading == f"loading {assets / 'target'} ..."
+    assert serving.startswith("serving spd_n4 on ") and "spd, n = 4, with API key" in serving
+    assert ready.startswith(f"ready: open http://127.0.0.1:{port} in a browser")
+    assert f"base_url http://127.0.0.1:{port}/v1 and model spd_n4" in ready
     assert out.endswith("ended: 2 requests answered\n")
 
 
