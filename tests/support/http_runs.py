@@ -36,13 +36,13 @@ PROMPT = "Hello"
 LENGTH = 24
 
 
-def make_engine() -> Engine:
+def make_engine(num_stages: int = 2) -> Engine:
     """Make an engine with an often accepted draft; two engines share nothing."""
     target, noisy = (tiny_llama(layers=4, vocab=VOCABULARY) for _ in range(2))
     generator = torch.Generator().manual_seed(1)
     for weight in noisy.parameters():
         weight.add_(torch.randn(weight.shape, generator=generator) * 0.01)
-    config = DecodeConfig.of("pipedec", num_stages=2, tree_width=2, temperature=1.0)
+    config = DecodeConfig.of("pipedec", num_stages=num_stages, tree_width=2, temperature=1.0)
     draft = LanguageModelDraft(noisy, noisy)
     return Engine(target, byte_tokenizer(TEMPLATE), config, draft)
 

@@ -120,3 +120,47 @@ def test_the_policy_stops_nothing_of_the_page_itself(browser, place):
     ask(browser, "Hello")
     kinds = ("Log.entryAdded", "Runtime.exceptionThrown")
     assert [event for event in browser.events if event["method"] in kinds] == []
+
+
+CODE = "def add(a, b):\n    return a + b\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "is_code"),
+    [
+        (CODE, True),
+        ("public int two() {\n", True),
+        ("if (x) {\n", True),
+        ("First:\n    a list\n    of two", True),
+        ("Bees live in hives.\nThey make honey, for example: a lot.", False),
+        ("While you wait: drink tea.", False),
+        (f"```\n{CODE}```\nThis adds.", False),  # only the block is code
+    ],
+)
+def test_code_without_fences_has_a_fixed_font(browser, place, text, is_code):
+    browser.open(f"{place.url}/", width=1000, height=700)
+    browser.evaluate(
+        "window.place = add(document.body, 'div', '');"
+        f"for (const piece of {json.dumps(text)}) put(place, 'draft', piece)"
+    )
+    font = browser.evaluate("getComputedStyle(place).fontFamily")
+    assert ("monospace" in font) == is_code
+    assert browser.evaluate("place.textContent") == text
+
+
+def test_a_phone_has_room_for_the_answer(browser, place):
+    browser.open(f"{place.url}/", width=390, height=760)
+    browser.wait_until("document.getElementById('about').textContent")
+    browser.evaluate("document.getElementById('most').value = 24")
+    browser.evaluate("document.getElementById('text').focus()")
+    ask(browser, "Hello")
+    assert browser.evaluate("document.scrollingElement.scrollWidth") == 390
+    assert browser.evaluate("document.getElementById('log').getBoundingClientRect().top") < 760 / 4
+    assert not browser.evaluate("document.querySelector('.legend').open")
+
+
+def test_one_stage_has_no_row_of_squares(browser):
+    with serving(make_engine(num_stages=1)) as place:
+        browser.open(f"{place.url}/", width=1000, height=700)
+        browser.wait_until("document.getElementById('about').textContent")
+        assert browser.evaluate("document.getElementById('steps').offsetHeight") == 0
