@@ -22,10 +22,16 @@ PAGE = """\
 <title>Measured results</title>
 <style>
 :root { color-scheme: light dark; }
-body { font: 15px/1.4 system-ui, sans-serif; margin: 1.5rem; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; margin-bottom: 2rem; }
+body { font: 15px/1.4 system-ui, sans-serif; margin: 1.5rem auto; max-width: 78rem;
+  padding: 0 1rem; }
+.scroll { overflow: auto; max-height: 85vh; border: 1px solid #8886; border-radius: .5rem; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th { position: sticky; top: 0; background: Canvas; cursor: pointer; text-align: left; }
-th, td { padding: .15rem .6rem; border-bottom: 1px solid #8886; white-space: nowrap; }
+th, td { padding: .15rem .5rem; border-bottom: 1px solid #8886; white-space: nowrap; }
+td:nth-child(-n+2) { white-space: normal; min-width: 7rem; }
+tbody tr:hover { background: #8882; }
+input { font: inherit; max-width: 100%; }
+@media (max-width: 44rem) { body { font-size: 13px; } th, td { padding: .15rem .3rem; } }
 [aria-sort=ascending]::after { content: " \\25b2"; }
 [aria-sort=descending]::after { content: " \\25bc"; }
 </style>
@@ -36,6 +42,7 @@ commands.</p>
 <p><label>Show rows with all of these words: <input type="search" autofocus></label></p>
 {% for title, lines in tables.items() %}
 <h2>{{ title }}</h2>
+<div class="scroll" role="region" aria-label="{{ title }}" tabindex="0">
 <table>
 <thead><tr>
 {% for name in lines[0] %}<th scope="col" tabindex="0">{{ name }}</th>{% endfor %}
@@ -45,7 +52,7 @@ commands.</p>
 <tr>{% for cell in line %}<td>{{ cell }}</td>{% endfor %}</tr>
 {% endfor %}
 </tbody>
-</table>
+</table></div>
 {% endfor %}
 <script>
 const order = new Intl.Collator("en", { numeric: true });

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from browser_runs import BROWSER, browsing
 from doc_commands import PAGES, check, make_command, run_module
 from doc_place import (
     COMMANDS,
@@ -338,3 +339,14 @@ def test_the_sortable_page_shows_the_tables(tmp_path):
     assert written == (REPOSITORY / "docs" / "lab" / "results.html").read_text()
     script = written.partition("<script>")[2].partition("</script>")[0]
     assert len(script.splitlines()) < 40
+
+
+@pytest.mark.all
+@pytest.mark.skipif(BROWSER is None, reason="no browser that could be asked")
+@pytest.mark.parametrize("width", [390, 1280])
+def test_the_sortable_page_fits_a_screen(width, tmp_path):
+    page = REPOSITORY / "docs" / "lab" / "results.html"
+    with browsing(tmp_path) as browser:
+        browser.open(page.as_uri(), width=width, height=800)
+        assert browser.evaluate("document.scrollingElement.scrollWidth") <= width
+        assert browser.evaluate("document.querySelectorAll('.scroll > table').length") == 3
