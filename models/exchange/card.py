@@ -42,6 +42,8 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     "dspark": ("sglang", "speculators"),
 }
 """Export layouts per head type."""
+GGUF_HEADS = ("eagle3", "dflash")
+"""Head types that export writes for llama.cpp, too."""
 LICENSE_FIELDS = ("license", "license_name", "license_link")
 
 
@@ -106,6 +108,7 @@ def render_card(source: CardSource, *, asks_hub: bool = False) -> str:
         engine=None if source.layout is None else ENGINES[source.layout],
         engines=ENGINES,
         layouts=LAYOUTS,
+        gguf=GGUF_HEADS,
         made=MADE,
         chart=CHART,
     )

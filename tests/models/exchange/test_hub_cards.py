@@ -18,10 +18,10 @@ from fake_hub import FakeHub, metadata_errors
 from hub_runs import NAMES, Place, make_place, one_line, push, signed_in
 from huggingface_hub import ModelCard, snapshot_download
 from safetensors.torch import load_file, save_file
-from tiny_models import byte_tokenizer, write_rows
+from tiny_models import REPOSITORY, byte_tokenizer, write_rows
 
 from pipedraft.data_recipes.recipe import DataConfig, Source, load_data
-from pipedraft.models.exchange.card import MADE
+from pipedraft.models.exchange.card import MADE, model_card
 
 no_pictures = eval_runs.no_pictures
 pytestmark = pytest.mark.usefixtures("no_pictures")
@@ -179,6 +179,22 @@ def test_the_license_is_the_targets_own_or_unknown(
     assert text in card.text
 
 
+def test_a_card_begins_with_use_and_acceptance_and_leaves_out_what_is_not_set():
+    folder = REPOSITORY / "assets" / "heads" / "eagle3"
+    description = json.loads((folder / "config.json").read_text())
+    description["target"]["name"] = "lab/tiny"
+    description["training"]["metrics"]["decoded_acceptance_length"] = 2.5
+    card = model_card(description)
+    titles = re.findall(r"^## (.*)$", card, re.MULTILINE)
+    assert titles == ["Usage", "Acceptance", "Training data", "License", "Architecture"]
+    assert "2.500 tokens per verification round" in card
+    assert 'model = pd.load("lab/tiny", draft="THIS_FOLDER")' in card
+    assert "gguf (llama.cpp; " in card and "Rows by license: apache-2.0 4700." in card
+    assert not re.search(r"\| (score|agreement_1|fc_norm|sliding_window) \|", card)
+    description["training"]["data"]["licenses"] = {"unknown": 4700}
+    assert "No row and no source names a license." in model_card(description)
+
+
 def publish_target(place: Place, hub: FakeHub, name: str, folder: str = "target") -> None:
     files = {f.name: f.read_bytes() for f in (place.folder / folder).iterdir()}
     hub.create(name, **files, **{"README.md": b"---\nlicense: apache-2.0\n---\n# A target\n"})
@@ -225,9 +241,10 @@ def run_commands(card: ModelCard, monkeypatch, parsed: Collection[str] = ()) -> 
                 assert call(program, [*arguments, *limits], monkeypatch) == 0
         programs.append(program)
     lines = [line[4:] for line in card.text.splitlines() if line.startswith("    ")]
+    code = lines[lines.index("import pipedraft as pd") :]
     names: dict = {}
-    exec("\n".join(lines[lines.index("from pipedraft.models import load_draft") :]), names)
-    assert names["draft"].num_stages == 2
+    exec("\n".join(code[: code.index('print(model.generate("Hello!").text)') + 1]), names)
+    assert names["model"].draft.num_stages == 2
     return programs
 
 
