@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from .endings import leave_at_interrupts, run_command
+from .errors import requirement
 from .options import Options
 
 if __name__ == "__main__":
@@ -76,17 +77,17 @@ def check_versions() -> Iterator[Finding]:
         return
     found = ".".join(map(str, sys.version_info[:3]))
     yield Finding("ok", "python", f"{found}, {sys.platform}")
-    for requirement in map(Requirement, package.get_all("Requires-Dist") or ()):
-        name, extra = requirement.name, EXTRA.search(str(requirement.marker or ""))
-        fix = f"pip install '{name}{requirement.specifier}'"
+    for needed in map(Requirement, package.get_all("Requires-Dist") or ()):
+        name, extra = needed.name, EXTRA.search(str(needed.marker or ""))
+        fix = f"pip install '{name}{needed.specifier}'"
         try:
             version = metadata.version(name)
         except metadata.PackageNotFoundError:
             if extra is None:
                 yield Finding("failure", name, "not installed", fix)
             continue
-        if not requirement.specifier.contains(version, prereleases=True):
-            yield Finding("failure", name, f"{version}, not {requirement.specifier}", fix)
+        if not needed.specifier.contains(version, prereleases=True):
+            yield Finding("failure", name, f"{version}, not {needed.specifier}", fix)
         elif name in SHOWN:
             yield Finding("ok", name, version)
 
@@ -120,7 +121,8 @@ def check_gpu() -> Iterator[Finding]:
     missing = [name for name, module in RECURRENT_KERNELS.items() if find_spec(module) is None]
     if missing:
         detail = f"without {' and '.join(missing)} they run as Python loops over chunks, in float32"
-        fix = "before a Qwen3.5 target pip install 'pipedraft[linear-attention]' causal-conv1d"
+        needs = requirement("linear-attention")
+        fix = f"before a Qwen3.5 target pip install {needs} causal-conv1d"
         yield Finding("warning", "recurrent layers", detail, fix)
 
 

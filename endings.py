@@ -16,7 +16,7 @@ from typing import NoReturn
 
 from safetensors import SafetensorError
 
-from .errors import Failure, describe_os_error, flag_name, one_line, storage_error
+from .errors import Failure, describe_os_error, flag_name, one_line, requirement, storage_error
 
 INPUT_ERRORS = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError)
 INPUT_CODES = {errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL}
@@ -178,8 +178,9 @@ def _status(error: Exception) -> tuple[int, str] | None:
         return 2, f"input: not UTF-8 text ({error.reason} at byte {error.start}); convert it"
     if isinstance(error, ModuleNotFoundError):
         module = str(error.name).partition(".")[0]
-        fix = f"{module}: not installed; pip install 'pipedraft[{EXTRAS.get(module)}]'"
-        return (2, fix) if module in EXTRAS else None
+        if module not in EXTRAS:
+            return None
+        return 2, f"{module}: not installed; pip install {requirement(EXTRAS[module])}"
     # File readers explain their own errors; tokenizers raises bare exceptions, at a full disk, too.
     if isinstance(error, Failure | SafetensorError) or type(error) is Exception:
         is_full = "(os error 28)" in str(error)  # from Rust, without a path

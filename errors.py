@@ -4,6 +4,7 @@ import difflib
 import errno
 import os
 import re
+import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -108,6 +109,14 @@ def causes(error: BaseException) -> Iterator[BaseException]:
         yield following
         seen.append(following)
         following = following.__cause__ or following.__context__
+
+
+def requirement(extra: str) -> str:
+    """Return pip's words for one of this package's extras: from the checkout if it runs there."""
+    root = Path(__file__).parent
+    if (root / "pyproject.toml").is_file():
+        return f"-e {shlex.quote(f'{root}[{extra}]')}"
+    return f"'pipedraft[{extra}]'"
 
 
 def flag_name(name: str) -> str:

@@ -98,7 +98,7 @@ def test_a_gpu_is_tried_and_what_recurrent_layers_lack_is_named(monkeypatch):
         device, training, layers = doctor.check_gpu()
         assert device.status == "ok"
         assert training.status == "ok" and training.detail.endswith("runs in torch.bfloat16")
-        assert layers.status == "warning" and "'pipedraft[linear-attention]'" in layers.fix
+        assert layers.status == "warning" and "[linear-attention]'" in layers.fix
         monkeypatch.setattr(doctor, "find_spec", lambda name: name)
         monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda including_emulation: False)
         _, training = doctor.check_gpu()

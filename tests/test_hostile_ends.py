@@ -48,7 +48,7 @@ def wrapped(outer: Exception, inner: Exception) -> Exception:
         (SafetensorError("IoError: no space"), 1, "error: IoError: no space"),
         (Exception("No space (os error 28)"), 1, "(os error 28); make room"),  # tokenizers'
         (MemoryError(), 1, "memory: not enough"),
-        (ModuleNotFoundError("no", name="peft.tuners"), 2, "pip install 'pipedraft[peft]'"),
+        (ModuleNotFoundError("no", name="peft.tuners"), 2, f"{REPOSITORY}[peft]'"),
         (UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"), 2, "not UTF-8"),
         (ConnectionRefusedError(errno.ECONNREFUSED, "refused"), 1, "refused"),
         (RuntimeError("Symlink loop from 'a'"), 2, "'a': a link that leads back to itself"),

@@ -32,7 +32,7 @@ from transformers import BitsAndBytesConfig, PreTrainedModel
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from ..devices import has_native_bf16, resolve_device, stored_dtype
-from ..errors import Failure
+from ..errors import Failure, requirement
 from ..models.target import load_target
 from ..models.target_part import load_more_layers
 from .config import OptimConfig, RunConfig
@@ -173,7 +173,7 @@ def _check_trackers(config: RunConfig) -> None:
     for name in config.trackers:
         if name not in installed:
             raise ValueError(
-                f"trackers: {name!r} is not installed; pip install 'pipedraft[{name}]', or leave "
+                f"trackers: {name!r} is not installed; pip install {requirement(name)}, or leave "
                 "it out: metrics.jsonl is always written"
             )
 
@@ -414,7 +414,7 @@ def quantization_config(kind: str | None) -> BitsAndBytesConfig | None:
     if find_spec("bitsandbytes") is None:
         raise ValueError(
             f"target_quantization: {kind!r} needs bitsandbytes; pip install "
-            "'pipedraft[quantization]', or leave it out"
+            f"{requirement('quantization')}, or leave it out"
         )
     if kind == "8bit":
         return BitsAndBytesConfig(load_in_8bit=True)

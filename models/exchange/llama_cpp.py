@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...errors import requirement
 from ...files import write_folder
 from ..heads.dflash import DFlash
 from ..heads.eagle3 import Eagle3
@@ -209,6 +210,6 @@ def _library() -> Any:
         import gguf
     except ImportError as error:
         raise ValueError(
-            "--format: 'gguf' needs the package gguf; pip install 'pipedraft[gguf]'"
+            f"--format: 'gguf' needs the package gguf; pip install {requirement('gguf')}"
         ) from error
     return gguf
