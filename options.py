@@ -62,6 +62,13 @@ def option(default: Any = MISSING, **how: Any) -> Any:
     return field(default=default, metadata=how)
 
 
+class WideHelp(argparse.RawDescriptionHelpFormatter):
+    """Help in 100 columns, for fewer lines than in argparse's 80."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, width=100)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """Base class of a command's options."""
@@ -75,6 +82,8 @@ class Options:
     AT_MOST_ONE: ClassVar[Sequence[Sequence[str]]] = ()
     IN_SHORT_HELP: ClassVar[bool] = True
     """True: --help lists this class's own options; --help-all always does."""
+    RARE: ClassVar[Sequence[str]] = ()
+    """Further fields that only --help-all lists."""
 
     def __post_init__(self) -> None:
         for part in fields(self):
@@ -112,7 +121,8 @@ class Options:
             is_short: leave out options unless their class is ``IN_SHORT_HELP``.
         """
         epilog = cls.EXAMPLE
-        if is_short and not all(vars(owner).get("IN_SHORT_HELP", True) for owner in cls.__mro__):
+        is_whole = all(vars(owner).get("IN_SHORT_HELP", True) for owner in cls.__mro__)
+        if is_short and not (is_whole and not cls.RARE):
             more = "--help-all also lists options of single schedules, limits and filters"
             epilog = f"{more}\n\n{epilog}"
         parser = ArgumentParser(
@@ -122,7 +132,7 @@ class Options:
             epilog=epilog,
             exit_on_error=False,
             allow_abbrev=False,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            formatter_class=WideHelp if is_short else argparse.RawDescriptionHelpFormatter,
         )
         if is_short:
             cls.add_to(parser, shows_help, is_short)
@@ -140,8 +150,8 @@ class Options:
             parts = sorted(parts, key=lambda part: cls.__mro__.index(owner_of(cls, part[0])))
         for part, hint in parts:
             owner = owner_of(cls, part)
-            is_rare = is_short and not vars(owner).get("IN_SHORT_HELP", True)
-            if is_rare or part.metadata.get("hidden"):
+            is_rare = part.name in cls.RARE or not vars(owner).get("IN_SHORT_HELP", True)
+            if (is_short and is_rare) or part.metadata.get("hidden"):
                 continue
             if owner not in groups and not is_short:
                 title, _, about = inspect.cleandoc(owner.__doc__ or "").partition("\n\n")

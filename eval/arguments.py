@@ -1,5 +1,6 @@
 """Options for evaluations and decoding subcommands. Other subcommands define their own options."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -194,6 +195,10 @@ class EvalOptions(OutputOptions, MethodOptions, TargetOptions, PromptOptions, Dr
 
     PROG: ClassVar[str] = "pipedraft eval"
     EXAMPLE: ClassVar[str] = EXAMPLE
+    RARE: ClassVar[Sequence[str]] = (
+        *("score", "save_answers", "calibrate", "shard", "verifier", "repeats", "sequences"),
+        *("bitwise", "never_slower", "cost", "no_lossless", "chat_template_kwargs", "draft_dtype"),
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -19,6 +19,8 @@ from tiny_models import byte_tokenizer, tiny_llama
 from train_runs import World, make_world
 
 from pipedraft.endings import run_command
+from pipedraft.eval.arguments import EvalOptions
+from pipedraft.inference.serving.options import ServeOptions
 from pipedraft.inference.text_stream import PrintedAnswer
 
 NUM_STAGES = 2
@@ -386,6 +388,14 @@ def test_a_training_process_that_has_read_its_data_still_prints_one_line(
 class ByteTokenizer:
     def decode(self, ids, skip_special_tokens):
         return bytes(ids).decode("utf-8", "replace")
+
+
+@pytest.mark.parametrize("kind", [EvalOptions, ServeOptions])
+def test_the_short_help_is_short(kind):
+    short, whole = (kind.parser(is_short=one).format_help() for one in (True, False))
+    assert len(short.splitlines()) < 75 and "--help-all" in short
+    options, rare = short.partition("example:")[0], [x.replace("_", "-") for x in kind.RARE]
+    assert rare and all(f"--{name}" in whole and f"  --{name} " not in options for name in rare)
 
 
 @pytest.mark.parametrize("text", ["plain", "naïve € 😀 end", "ends with 😀", "a\n\nb"])

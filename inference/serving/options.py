@@ -1,5 +1,6 @@
 """Options of `pipedraft serve`."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -56,6 +57,10 @@ class ServeOptions(HttpOptions, HttpLimits, EngineOptions):
     PROG: ClassVar[str] = "pipedraft serve"
     EXAMPLE: ClassVar[str] = EXAMPLE
     ENDS_GENTLY: ClassVar[bool] = True
+    RARE: ClassVar[Sequence[str]] = (
+        *("verifier", "payload_tokens", "tail_samples", "boundaries", "bitwise", "cost"),
+        *("draft_dtype", "chat_template_kwargs", "grace_s", "tls_cert", "tls_key", "vllm_metrics"),
+    )
 
     served_model_name: str | None = option(None, metavar="NAME,..")
     """comma-separated model names for clients, as in vLLM; answers give the first one; default: the
