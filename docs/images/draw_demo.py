@@ -68,10 +68,7 @@ def demo() -> str:
         speed = f"{speeds[way]:.1f} tokens/s"
         if way == "with":
             speed += f", {speeds['with'] / speeds['without']:.2f} times as fast"
-        end_s = runs[way][-1][2]
-        diagram.parts.append(f"<g>{appear(end_s, whole_s)}")
         diagram.text(left, 62, speed, "mark", anchor="start", size=14)
-        diagram.parts.append("</g>")
         draw_answer(diagram, left, runs[way], whole_s, way == "with")
     entries = [
         ("right", "accepted draft token"),
