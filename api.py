@@ -32,12 +32,12 @@ from .files import Values, write_atomically
 from .inference.command import encode
 from .inference.config import DecodeConfig
 from .inference.custom_generate import CustomGenerate, NoText
+from .inference.defaults import choose_way
 from .inference.engine import DraftNetwork, Engine
 from .inference.generation import Connect, Generation, TextPieces, tokens_of
 from .inference.pipelines.local import LocalPipeline
 from .inference.schedules.base import Schedule
 from .inference.shapes import TreeShape
-from .inference.sources import default_schedule
 from .inference.sources.lookup import Lookup, make_lookup
 from .models import load_draft
 from .models.exchange.card import model_card
@@ -102,7 +102,8 @@ class Model:
                 template.
             schedule: schedule name. None uses the draft's default schedule.
             stages: number of pipeline stages. None uses the draft's number from training, else 1.
-            tree: draft tree shape, as "chain:5", "dynamic:7:10:59" or "auto".
+            tree: draft tree shape, as "chain:5", "paper" or "auto". None with one stage is "auto",
+                which times shapes and keeps the fastest, or none; with several it is "paper".
             temperature: 0 is greedy.
             stream: called with each piece of text once it is certain; True prints it.
             settings: fields of the schedule and ``DecodeConfig``, such as ``top_p=0.9``.
@@ -155,14 +156,16 @@ class Model:
         stages: int | None = None,
         tree: str | TreeShape | None = None,
     ) -> DecodeConfig:
-        """Return the decoding configuration, with the draft's defaults for missing settings."""
-        if schedule is None:
-            draft = self.draft
-            schedule = "autoregressive" if draft is None else default_schedule(draft.draft_type)
+        """Return the decoding configuration, with the commands' defaults for missing settings."""
         own = None if self.draft is None else self.draft.num_stages
+        num_stages = stages or own or 1
         if tree is not None:
             settings = settings | {"tree": TreeShape.parse(tree) if isinstance(tree, str) else tree}
-        return DecodeConfig.of(schedule, num_stages=stages or own or 1, **settings)
+        if schedule is None or isinstance(schedule, str):
+            kind = None if self.draft is None else self.draft.draft_type
+            way = choose_way(kind, schedule=schedule, num_stages=num_stages, settings=settings)
+            schedule, settings = way.schedule, way.settings
+        return DecodeConfig.of(schedule, num_stages=num_stages, **settings)
 
     def engine(self, config: DecodeConfig) -> Engine:
         """Return an engine. Reuse the last one if schedule, stages and boundaries are the same."""

@@ -113,7 +113,8 @@ class TargetOptions(TemplateOptions, BackendOptions):
     """target"""
 
     stages: int | None = option(None, least=1)
-    """number of pipeline stages; default: the number that the draft was trained for, else 4"""
+    """number of pipeline stages; default: the number that the draft was trained for, else 1, or 4
+    with --schedule or --boundaries"""
     dtype: Dtype = "float32"
     """dtype for target and draft; greedy output is exact in float32; on a CPU, the others round
     only the weights; auto: the target's stored dtype on a GPU"""
@@ -132,7 +133,7 @@ class MethodOptions(FilterOptions, ScheduleOptions):
         (), metavar="NAMES", parse=schedule_name, known=tuple(SCHEDULES)
     )
     """comma list of schedules, with specpipe for pipedec; default: the one that each draft was
-    designed for, and pipeinfer for --draft-model"""
+    designed for; for --draft-model pipeinfer, or eagle with one stage"""
     temperature: tuple[float, ...] = option((0.0,), metavar="T", parse=read_temperature)
     """comma list of temperatures; 0 is greedy"""
     verifier: Rule = "auto"

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
 
+from msgspec import UNSET
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..chats import set_template_variables, warn_of_variables
@@ -15,12 +16,13 @@ from ..files import Values, locked, make_place, to_json, write_atomically
 from ..inference.command import place_of, resolve_cut
 from ..inference.config import DecodeConfig, make_schedule, read_cost, setting_owners
 from ..inference.cost_model import CostModel
+from ..inference.defaults import choose_way, with_shape
 from ..inference.engine import DraftNetwork
 from ..inference.pipelines import Pipeline
 from ..inference.pipelines.local import LocalPipeline
 from ..inference.ranks.cluster import Cluster
 from ..inference.schedules.base import Schedule
-from ..inference.sources import default_schedule
+from ..inference.shapes import TreeShape
 from ..inference.sources.lookup import make_lookup
 from ..models.heads.language_model import load_draft_model
 from ..models.speed.rounded import dtype_of
@@ -107,11 +109,22 @@ def make_methods(
     cost: CostModel,
 ) -> list[EvalMethod]:
     """Return a method for each combination of draft, schedule, temperature and schedule setting."""
-    schedules = [
-        options.schedule or (default_schedule(network.draft_type),) for _, _, network in drafts
+    stages = [network.num_stages or target.num_stages for _, _, network in drafts]
+    ways = [
+        [
+            choose_way(
+                network.draft_type,
+                schedule=schedule,
+                num_stages=num_stages,
+                settings={"verifier": options.verifier} | options.settings,
+                in_processes=target.in_processes,
+            )
+            for schedule in options.schedule or (None,)
+        ]
+        for (_, _, network), num_stages in zip(drafts, stages, strict=True)
     ]
     # Check all drafts together: a setting may belong to only one draft's schedule.
-    used = dict.fromkeys(schedule for own in schedules for schedule in own)
+    used = dict.fromkeys(way.schedule for own in ways for way in own)
     for name, owners in setting_owners().items():
         if name in options.settings and not used.keys() & set(owners):
             raise UsageError(
@@ -129,22 +142,22 @@ def make_methods(
         **options.filters,
     }
     methods = []
-    for (name, place, network), own in zip(drafts, schedules, strict=True):
-        num_stages = target.num_stages or network.num_stages
-        cut = {"num_stages": num_stages} if num_stages else {}
-        for schedule in own:
+    for (name, place, network), own, num_stages in zip(drafts, ways, stages, strict=True):
+        for way in own:
             # One draft may run under several schedules; its type alone would not tell them apart.
-            label = name if len(own) == 1 else f"{name}: {schedule}"
-            ways = ways_of(schedule, options.settings, label)
+            label = name if len(own) == 1 else f"{name}: {way.schedule}"
+            given = {x: value for x, value in way.settings.items() if x != "verifier"}
+            common = shared | {"num_stages": num_stages}
             methods += [
                 EvalMethod(
                     name=named,
-                    config=DecodeConfig.of(way, temperature=temperature, **cut, **shared),
+                    config=DecodeConfig.of(schedule, temperature=temperature, **common),
                     draft=network,
                     checkpoint=place,
+                    picks_shape=way.is_measured,
                 )
                 for temperature in options.temperature
-                for named, way in ways
+                for named, schedule in ways_of(way.schedule, given, label)
             ]
     return methods
 
@@ -158,7 +171,9 @@ class _Target:
     trusts_plain: bool
     connect: Callable[[StagedTarget], Pipeline]
     boundaries: tuple[int, ...]
-    num_stages: int | None
+    num_stages: int
+    """Number of stages for drafts that were trained for none."""
+    in_processes: bool = False
 
 
 def _load_target(
@@ -167,11 +182,14 @@ def _load_target(
     revision: str | None,
     trained: Iterable[Values],
     cluster: Cluster | None,
+    *,
+    usual: int,
 ) -> _Target:
     """Load the target in this process, or on the cluster's ranks if there is a cluster.
 
     Args:
         trained: the drafts' descriptions, with stages and boundaries.
+        usual: number of stages in this process, for drafts that were trained for none.
     """
     device = place_of(options, cluster)
     dtype = resolve_dtype(options.dtype, device, name, revision)
@@ -179,7 +197,7 @@ def _load_target(
         model = load_target(name, revision=revision, dtype=dtype, device=device)
         choose_decoding_threads(model)
         reference = None if options.no_lossless else model
-        return _Target(model, reference, False, LocalPipeline, options.boundaries, options.stages)
+        return _Target(model, reference, False, LocalPipeline, options.boundaries, usual)
     architectures = [description["architecture"] for description in trained]
     wanted = {a["num_stages"] for a in architectures if a.get("num_stages")}
     cuts = {tuple(a["boundaries"]) for a in architectures if a.get("boundaries")}
@@ -198,7 +216,7 @@ def _load_target(
     reference = load_target(name, revision=revision, dtype=dtype) if is_loaded else None
     trusts_plain = not (is_loaded or options.no_lossless)
     cut = cluster.job.boundaries
-    return _Target(model, reference, trusts_plain, cluster.connect, cut, num_stages)
+    return _Target(model, reference, trusts_plain, cluster.connect, cut, num_stages, True)
 
 
 def _check_stages(wanted: int | None, drafts: Mapping[Path, Values]) -> None:
@@ -209,6 +227,13 @@ def _check_stages(wanted: int | None, drafts: Mapping[Path, Values]) -> None:
                 f"--stages: {wanted}, but {folder} was trained for {trained_for}; "
                 "leave --stages out, or train a draft for that number"
             )
+
+
+def _usual_stages(place: TargetOptions, way: MethodOptions, cost: CostModel) -> int:
+    """Return the number of stages for drafts that were trained for none."""
+    # One device, unless the user asks for a pipeline's schedule or cut.
+    usual = 4 if way.schedule or place.boundaries else 1
+    return place.stages or len(cost.stages) or len(place.boundaries[1:]) or usual
 
 
 def _claim_folder(options: OutputOptions, config: Values, held: ExitStack) -> None:
@@ -223,9 +248,14 @@ def _claim_folder(options: OutputOptions, config: Values, held: ExitStack) -> No
         remove_traces(options.out, options.shard)
 
 
-def _recordings_of(methods: Sequence[EvalMethod], out: Path) -> list[Recording]:
+def _recordings_of(
+    methods: Sequence[EvalMethod], runs: Sequence[RunRecord], out: Path
+) -> list[Recording]:
     """Read what these methods decoded, without what others left in the folder."""
-    configs = [method.config for method in methods]
+    chosen = {run.tree for run in runs if run.chosen is not UNSET and run.tree}
+    configs = [method.config for method in methods if not method.picks_shape]
+    for method in (method for method in methods if method.picks_shape):
+        configs += [with_shape(method.config, TreeShape.parse(tree)) for tree in chosen]
     return [one for one in read_recordings([out]) if one.config in configs]
 
 
@@ -253,14 +283,14 @@ def evaluate_drafts(
     named, place = options.part(DraftsOptions), options.part(TargetOptions)
     way, output = options.part(MethodOptions), options.part(OutputOptions)
     benchmarks = load_tasks(options.benchmarks, options.data_dir, options.limit)
-    choice = named.checkpoint, named.target, named.draft_model, named.draft
-    target_name, revision, drafts = read_drafts(*choice)
+    chosen = named.checkpoint, named.target, named.draft_model, named.draft
+    target_name, revision, drafts = read_drafts(*chosen)
     if output.score:
         check_scorable(benchmarks)
     _check_stages(place.stages, drafts)
     cost = CostModel() if way.cost is None else read_cost(way.cost)
-    num_stages = place.stages or len(cost.stages) or DecodeConfig().num_stages
-    cut = resolve_cut(place.boundaries, cost, target_name, revision, num_stages)
+    usual = _usual_stages(place, way, cost)
+    cut = resolve_cut(place.boundaries, cost, target_name, revision, usual)
     place = replace(place, boundaries=cut)
     config = options.to_dict() | {"target": target_name, "boundaries": cut}
     _claim_folder(output, config, held)
@@ -268,7 +298,7 @@ def evaluate_drafts(
     set_template_variables(tokenizer, place.chat_template_kwargs)
     for folder, description in drafts.items():
         warn_of_variables(str(folder), description, place.chat_template_kwargs)
-    target = _load_target(place, target_name, revision, drafts.values(), cluster)
+    target = _load_target(place, target_name, revision, drafts.values(), cluster, usual=usual)
     comparison = Evaluation(
         target=target.model,
         tokenizer=tokenizer,
@@ -306,7 +336,7 @@ def evaluate_drafts(
         seed=way.seed,
     )
     write_report(output.out, runs, manifest)
-    recordings = _recordings_of(methods, output.out)
+    recordings = _recordings_of(methods, runs, output.out)
     page = outputs_page(recordings, benchmarks, tokenizer, title_of([manifest], runs))
     write_atomically(output.out / "outputs.html", page.encode())
     names = (

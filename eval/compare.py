@@ -272,12 +272,22 @@ def verdicts(lines: Sequence[Line]) -> list[str]:
         if result.differs:
             said = f"the {'second' if result.ratio > 1 else 'first'} run is faster"
         method = f"{line.compared.benchmark}, T={line.compared.sampling}, {_name(line)}"
+        interval = bounds(result.ratio_ci95)
+        doubt = "too few prompts for an interval" if interval == "-" else f"95 % CI {interval}"
         found[method] = (
             f"{method}: {said} ({line.quantity.label} {result.baseline:.3f} and "
-            f"{result.compared:.3f}, ratio {result.ratio:.3f}, "
-            f"95 % CI {bounds(result.ratio_ci95)})."
+            f"{result.compared:.3f}, ratio {result.ratio:.3f}, {doubt}).{_against_none(line)}"
         )
     return list(found.values())
+
+
+def _against_none(line: Line) -> str:
+    """Return a sentence if both sides measured slower than no draft, else ""."""
+    speedups = [side.speedup for side in (line.baseline, line.compared) if not side.in_turns]
+    known = [speedup for speedup in speedups if speedup is not None]
+    if len(known) < 2 or max(known) >= 1:
+        return ""
+    return f" Both were slower than no draft (speed-up {known[0]:.2f} and {known[1]:.2f})."
 
 
 def format_comparison(baseline: Evaluated, compared: Evaluated, lines: Sequence[Line]) -> str:

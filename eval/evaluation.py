@@ -10,18 +10,21 @@ from typing import cast
 
 import msgspec
 import transformers
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..files import Values
+from ..inference.auto_tree import FIRST
 from ..inference.batch import BatchEngine, BatchLimits
 from ..inference.config import DecodeConfig
+from ..inference.defaults import measure_shape, with_shape
 from ..inference.engine import DraftNetwork, Engine
 from ..inference.pipelines import Pipeline
 from ..inference.pipelines.local import LocalPipeline
 from ..inference.result import DecodeResult
 from ..inference.schedules.autoregressive import Autoregressive
+from ..inference.shapes import TreeShape
 from ..models.target import StagedTarget
 from ..models.transformer.fingerprint import weights_hash
 from ..pretrained import context_length
@@ -53,13 +56,14 @@ from .record import (
     ProcessRecord,
     PromptRecord,
     RunRecord,
+    ShapeRecord,
     add_up,
     number_or_nan,
 )
 from .replay import speedups_by_row
 from .scores import save_answers, score_turns, summarize_scores
 from .tasks import Prompt, encode_turn
-from .traces import TraceFile, Traces
+from .traces import WHOLE, TraceFile, Traces
 from .turns import DecodedTurn, any_fits, check_room, evaluate
 
 WARM_UP_TOKENS = 8
@@ -75,6 +79,9 @@ class EvalMethod:
     config: DecodeConfig
     draft: DraftNetwork | None
     checkpoint: str | None = None
+    picks_shape: bool = False
+    """True to time shapes in first rounds, and to decode everything with the fastest."""
+    chosen: ShapeRecord | UnsetType = UNSET
 
 
 def draft_hash(draft: DraftNetwork) -> str:
@@ -178,6 +185,7 @@ class BenchmarkRun:
             theoretical_speedup_by_row=speedups_by_row(results, engine),
             lossless=self.lossless or UNCHECKED,
             checkpoint=method.checkpoint,
+            chosen=method.chosen,
             verifier=config.rule,
             seed=config.seed,
             max_new_tokens=config.max_new_tokens,
@@ -260,6 +268,7 @@ class Evaluation:
             self._engine(method)
             tokens = method.config.max_new_tokens
             check_room(self.benchmarks, self.tokenizer, self._num_positions, tokens)
+        methods = [self._with_shape(method) for method in methods]
         samplings = {method.config.sampling for method in methods}
         drafted = [m for m in methods if m.config.schedule.name != AUTOREGRESSIVE]
         turns = sum(len(p.turns) for prompts in self.benchmarks.values() for p in prompts)
@@ -288,6 +297,33 @@ class Evaluation:
                 for name, part in parts.items():
                     entries.append(part.entry(method, name, baseline_parts[name], engine))
         return entries
+
+    def _with_shape(self, method: EvalMethod) -> EvalMethod:
+        """Return the method with a fixed shape, if it is to pick one.
+
+        The choice is stored with the turns, so that a resumed evaluation goes on with its shape.
+        """
+        if not method.picks_shape:
+            return method
+        config, draft = method.config, cast(DraftNetwork, method.draft)
+        traces = self.traces.open(chosen_for=config.to_dict(), draft=draft_hash(draft))
+        found = traces.find(["shape"], lambda: self._choose_shape(method))
+        chosen = msgspec.convert(found, ShapeRecord)
+        fixed = with_shape(config, TreeShape.parse(chosen.tree))
+        return replace(method, config=fixed, picks_shape=False, chosen=chosen)
+
+    def _choose_shape(self, method: EvalMethod) -> Values:
+        config = method.config
+        room = self._num_positions - config.max_new_tokens
+        firsts = [prompts[0] for prompts in self.benchmarks.values()]
+        prompts = [encode_turn(self.tokenizer, prompt, []) for prompt in firsts]
+        prompts = [ids for ids in prompts if len(ids) <= room]
+        measured = None
+        if prompts and self.traces.shard == WHOLE:  # other shares decode with the same shape
+            measured = measure_shape(self._engine(method), prompts)
+        if measured is None:
+            return {"tree": FIRST.label}
+        return {"tree": measured.shape.label, "tokens_per_s": measured.tokens_per_s}
 
     @property
     def _num_positions(self) -> int:

@@ -6,6 +6,7 @@ Intervals are bootstraps over conversations, or ``wilson_over_prompts`` for acce
 
 # P conversations, M repeats, E entropy bins, J positions in a round
 import math
+import os
 from bisect import bisect_right
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -74,12 +75,15 @@ def measure_times(
     gaps = np.concatenate([np.diff(t) for t in times])
     tokens_per_s = ratio(len(gaps), float(gaps.sum()))
     first = [r.token_times_s[0] for r in results if r.token_times_s]
+    loads = [r.load_average for r in results if r.load_average is not None]
     return WallClockRecord(
         tokens_per_s=tokens_per_s,
         ttft_ms=float(np.median(first)) * 1e3,
         itl_ms_p50=float(np.quantile(gaps, 0.5)) * 1e3,
         itl_ms_p99=float(np.quantile(gaps, 0.99)) * 1e3,
         speedup=ratio(tokens_per_s, plain_tokens_per_s),
+        load_average=float(np.median(loads)) if loads else None,
+        cores=os.cpu_count() if loads else None,
     )
 
 

@@ -84,6 +84,23 @@ class WallClockRecord(msgspec.Struct, frozen=True, kw_only=True):
     itl_ms_p99: Figure = None
     speedup: Figure = None
     """Speed-up over autoregressive tokens per second in the same process."""
+    load_average: Figure = None
+    """The machine's load average over one minute, the median over turns; None in older files."""
+    cores: Count | None = None
+
+    @property
+    def is_busy(self) -> bool:
+        """Return True if more processes wanted to run than the machine has cores."""
+        return bool(self.cores) and (self.load_average or 0.0) > 1.1 * (self.cores or 0)
+
+
+class ShapeRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """Draft shape that the evaluation chose, because the user named none."""
+
+    tree: Name
+    tokens_per_s: dict[Name, Figure] = {}
+    """In the first rounds, by shape, the fastest first; "none": without a draft. Empty: nothing was
+    timed, because shares of an evaluation must decode alike."""
 
 
 class LosslessRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -252,6 +269,8 @@ class RunRecord(Entry, frozen=True, kw_only=True):
     draft_forwards: Count = 0
     checkpoint: Name | None = None
     """The draft's location; None for autoregressive decoding."""
+    chosen: ShapeRecord | UnsetType = UNSET
+    """Unset if the user or the schedule set the shape."""
     verifier: Name = "match"
     seed: int = 0
     max_new_tokens: Count | None = None
@@ -287,6 +306,16 @@ class RunRecord(Entry, frozen=True, kw_only=True):
     def shape(self) -> str:
         """Label for the draft's shape."""
         return self.tree or f"W={self.tree_width}"
+
+    @property
+    def speedup(self) -> Figure:
+        """Measured tokens per second over the baseline's."""
+        return self.wallclock.speedup if self.wallclock else None
+
+    @property
+    def in_turns(self) -> bool:
+        """Return True if one process ran several stages, one after the other."""
+        return self.stages > 1 and len(self.processes) < 2
 
 
 class LatencyRecord(Entry, frozen=True, kw_only=True):

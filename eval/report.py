@@ -152,6 +152,7 @@ def format_report(
             "- " + line.replace("Not lossless", "**Not lossless**", 1)
             for line in tables.warnings(runs)
         ),
+        *(f"- {line}" for line in (*tables.choices(runs), *tables.slower_drafts(runs))),
     ]
     if not manifest["tokenizer"]["chat_template_sha256"]:
         parts.append("The tokenizer has no chat template: prompts are plain text.")

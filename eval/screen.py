@@ -76,22 +76,13 @@ def screen_table(runs: Sequence[RunRecord]) -> str:
     notes.append("; ".join(text for name, text in MEANINGS.items() if name in kept) + ".")
     if too_wide:
         notes.append(f"Left out, as the line is full: {', '.join(too_wide)}; the report has them.")
-    slow = [run.tree for run in runs if run.tree and is_slower(run)]
-    if any(not tree.startswith("chain") for tree in slow):
-        notes.append("A large tree costs more than it saves here: try --tree chain:3 or chain:5.")
-    elif slow:
-        notes.append("The draft costs more than it saves here, as a chain, too.")
+    notes += [*tables.choices(runs), *tables.slower_drafts(runs)]
     if "tokens/s" in empty:
         notes.append(
             "No tokens/s: decoded beside other work, several sequences at once, or by a server "
             "that tells no times."
         )
     return "\n".join([above] * bool(above) + [text, *notes])
-
-
-def is_slower(run: RunRecord) -> bool:
-    speedup = run.wallclock.speedup if run.wallclock else None
-    return speedup is not None and speedup < 1
 
 
 def check_folder(out: Path, config: Values, *, is_fresh: bool) -> None:

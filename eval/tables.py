@@ -23,6 +23,8 @@ from .tasks import FORMS
 Cell = Callable[[RunRecord], str]
 Entry = TypeVar("Entry")
 NUM_POSITIONS = 6
+MAX_SPREAD = 1.1
+"""Repeats' fastest over slowest tokens/s; a larger ratio is told."""
 LEGEND = {
     "n, T, W, tree": "stages; temperature; tree width; what is drafted at once (chain:levels, "
     "dynamic:levels:beams:tokens, or micro-batch:tokens).",
@@ -311,9 +313,66 @@ def details(runs: Sequence[RunRecord]) -> list[Detail]:
     return [detail for detail in found if detail.table.rows]
 
 
+def choices(runs: Sequence[RunRecord]) -> list[str]:
+    """Return a line for every draft shape that the evaluation chose itself."""
+    lines = []
+    for run in runs:
+        if run.chosen is UNSET:
+            continue
+        speeds = ", ".join(f"{name} {number(x, 1)}" for name, x in run.chosen.tokens_per_s.items())
+        timed = f"the fastest draft in first rounds (tokens/s: {speeds})"
+        why = timed if speeds else "not timed, so that all shares decode alike"
+        lines.append(f"{run.method}, T={run.sampling}: {run.chosen.tree} is {why}.")
+    return list(dict.fromkeys(lines))
+
+
+def slower_drafts(runs: Sequence[RunRecord]) -> list[str]:
+    """Return a line for every draft that lost time, and the shape that was faster, if any was."""
+    lines = []
+    for run in pooled_runs(runs):
+        speedup = run.speedup
+        if run.schedule == AUTOREGRESSIVE or speedup is None or speedup >= 1:
+            continue
+        who = f"{run.method}, {run.shape}, T={run.sampling}"
+        if run.in_turns:
+            lines.append(
+                f"{who}: read L', not the speed-up: one process ran the {run.stages} stages one "
+                f"after the other; --backend process --processes {run.stages} runs them at once."
+            )
+            continue
+        alike = (run.benchmark, run.checkpoint, run.sampling)
+        others = [x for x in runs if (x.benchmark, x.checkpoint, x.sampling) == alike]
+        best = max(others, key=lambda x: 0.0 if x.in_turns else x.speedup or 0.0)
+        lines.append(
+            f"{who}: the draft costs more than it saves here ({speedup:.2f})"
+            + (f"; {best.shape} ran at {best.speedup:.2f}." if (best.speedup or 0.0) > 1 else ".")
+        )
+    return list(dict.fromkeys(lines))
+
+
+def _unsteady(runs: Sequence[RunRecord]) -> list[str]:
+    """Return warnings about times on a machine with other work."""
+    lines = []
+    clocks = [run.wallclock for run in runs if run.wallclock and run.wallclock.is_busy]
+    if clocks:
+        load = max(clock.load_average or 0.0 for clock in clocks)
+        lines.append(
+            f"The machine was busy (load average {load:.1f} on {clocks[0].cores} cores): tokens/s "
+            "and speed-ups may be wrong; measure again on an idle machine, with --fresh."
+        )
+    for run in runs:
+        speeds = [] if run.repeats is UNSET else [x for x in run.repeats.tokens_per_s if x]
+        if speeds and max(speeds) > MAX_SPREAD * min(speeds):
+            lines.append(
+                f"{run.benchmark}, {run.method}, T={run.sampling}: repeats ran at "
+                f"{min(speeds):.1f} to {max(speeds):.1f} tokens/s, so the machine's speed changed."
+            )
+    return lines
+
+
 def warnings(runs: Sequence[RunRecord]) -> list[str]:
     """Return warnings to read before trusting the numbers."""
-    lines = []
+    lines = _unsteady(runs)
     if own := dict.fromkeys(run.benchmark for run in runs if run.benchmark in FORMS):
         forms = ", ".join(FORMS[name] for name in own)
         lines.append(

@@ -35,6 +35,7 @@ def run(options: DecodeOptions, cluster: "Cluster | None") -> None:
     if options.conformance is not None:
         make_place("--conformance", options.conformance, b'{"request": ')
     from .command import encode, load_engine, printed_answer
+    from .defaults import fastest, pipeline_note
     from .trace_rows import TraceRows
 
     engine = load_engine(options, cluster, options.decode_settings(), traces=traces)
@@ -51,6 +52,10 @@ def run(options: DecodeOptions, cluster: "Cluster | None") -> None:
             after = ", which runs the stages one after the other" * (result.num_stages > 1)
             where = f"one process{after}"
         print_figures(engine.config.schedule.name, result, where)
+        measured = fastest(engine.shapes)
+        told = "" if measured is None else f"drafts: {measured.told}"
+        for line in filter(None, (told, pipeline_note(options, engine.config))):
+            print(line, file=sys.stderr)
     if cluster is not None:
         report_processes(engine.pipeline.reports(), options)
 

@@ -132,9 +132,10 @@ def _add_setting(
         if hint is bool and default:
             about = f"do not {about[0].lower()}{about[1:]}"
         defaults = {getattr(SCHEDULES[owner], name) for owner in owners}
-        shown = default.label if isinstance(default, TreeShape) else default
-        if len(defaults) == 1 and shown is not None and hint is not bool:
-            about += f" (default: {shown})"
+        # The default tree depends on the run; the setting's text says how.
+        has_one = len(defaults) == 1 and not isinstance(default, TreeShape)
+        if has_one and default is not None and hint is not bool:
+            about += f" (default: {default})"
         # argparse formats its help texts with %.
         text = f"{', '.join(owners)}: {about}".replace("%", "%%").replace("None: ", "default: ")
     if hint is bool:
@@ -285,8 +286,8 @@ class EngineOptions(TemplateOptions, BackendOptions, ScheduleOptions):
     checkpoint: str | None = None
     """a trained draft's folder or Hub id"""
     draft_model: str | None = None
-    """use this language model (folder or Hub id, with the target's tokenizer) as the draft; the
-    default schedule is then pipeinfer; needs --target"""
+    """use this language model (folder or Hub id, with the target's tokenizer) as the draft; with
+    several stages the default schedule is then pipeinfer; needs --target"""
     draft: Literal["ngram", "suffix"] | None = None
     """draft by n-gram or suffix lookup in the text so far (no neural network); needs --target"""
     target: str | None = None

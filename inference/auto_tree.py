@@ -3,10 +3,16 @@
 import statistics
 from collections import Counter, deque
 
-from .shapes import TreeShape
+from .shapes import NO_DRAFT, PAPER, TreeShape
 
-SHAPES = ("chain:3", "chain:1", "chain:2", "chain:4", "chain:6", "dynamic:3:3:7", "dynamic:5:6:16")
-"""Shapes to choose from. The first is drafted first; the others are tried in this order."""
+DRAFTED = (
+    *("chain:3", "chain:1", "chain:2", "chain:4", "chain:6"),
+    *("dynamic:3:3:7", "dynamic:5:6:16", PAPER),
+)
+FIRST, *_OTHERS = map(TreeShape.parse, DRAFTED)
+SHAPES = {shape.label: shape for shape in (FIRST, NO_DRAFT, *_OTHERS)}
+"""Shapes to choose from. The first is drafted first; the others are tried in this order. No draft
+is tried second, because it limits what a bad draft can cost."""
 TRIAL = 3
 """Rounds per trial. With fewer, one slow round (capturing a CUDA graph) would be the median."""
 MEMORY = 32
@@ -17,8 +23,9 @@ DECAY = 0.998
 """Weight for a round's draft tokens, relative to the next round's."""
 SIBLINGS = 1.25
 """Acceptance chances that each level of a tree is assumed to give. A chain's level gives 1."""
-BUDGET = 0.001
-"""Maximum time lost by each shape's trials, relative to all decoding time."""
+BUDGET, FIRST_BUDGET = 0.001, 0.03
+"""Maximum time lost by each shape's trials, relative to all decoding time. A second trial may come
+sooner: a busy machine, or a cold cache, may have slowed down the first one."""
 
 
 class ShapeMeter:
@@ -30,25 +37,33 @@ class ShapeMeter:
     sequences may share a meter.
     """
 
-    def __init__(self) -> None:
-        self._shapes = {text: TreeShape.parse(text) for text in SHAPES}
-        """Shapes by label."""
+    def __init__(self, *, in_turn: bool = False) -> None:
+        """
+        Args:
+            in_turn: change the shape after every round, to compare all that may win.
+        """
+        self._in_turn = in_turn
         self._times = {text: deque[float](maxlen=MEMORY) for text in SHAPES}
         self._lengths = {text: deque[int](maxlen=MEMORY) for text in SHAPES}
         """Tokens per round."""
-        depth = max(shape.depth for shape in self._shapes.values())
+        depth = max(shape.depth for shape in SHAPES.values())
         self._tested, self._accepted = [0.0] * depth, [0.0] * depth
         """Tests and acceptances for each place in a chain, weighted by ``DECAY``."""
         self._due = dict.fromkeys(SHAPES, 0.0)
         self._uncharged = Counter[str]()
         """Rounds per shape since its last ``_charge``."""
         self._total = 0.0
-        self._used, self._left = SHAPES[0], TRIAL
+        self._used, self._left = FIRST.label, TRIAL
 
     @property
     def shape(self) -> TreeShape:
         """Shape to draft in the next round."""
-        return self._shapes[self._used]
+        return SHAPES[self._used]
+
+    @property
+    def speeds(self) -> dict[str, float]:
+        """Expected tokens per second, for every shape timed so far."""
+        return {text: self._speed(text) for text in SHAPES if self._times[text]}
 
     def count(self, shape: TreeShape, num_tokens: int, time: float) -> None:
         """Record a round with this shape, and choose the shape for the next one."""
@@ -76,13 +91,19 @@ class ShapeMeter:
         Rounds of several sequences end one by one, so a trial may exceed ``TRIAL`` rounds.
         """
         lost = self._time(text) - self._tokens_of(text) / self._speed(best)
-        wait = self._uncharged.pop(text) * max(lost, 0.0) / BUDGET
+        budget = BUDGET if len(self._times[text]) > TRIAL else FIRST_BUDGET
+        wait = self._uncharged.pop(text) * max(lost, 0.0) / budget
         self._due[text] = max(self._due[text], self._total) + wait
 
     def _best(self) -> str:
         return max((text for text in SHAPES if self._times[text]), key=self._speed)
 
     def _choose(self, best: str) -> None:
+        if self._in_turn:
+            in_question = (text for text in SHAPES if self._may_win(text, best))
+            self._used = min(in_question, key=lambda text: len(self._times[text]))
+            self._left = 1
+            return
         tried = [
             text
             for text in SHAPES
@@ -95,12 +116,10 @@ class ShapeMeter:
 
     def _may_win(self, text: str, best: str) -> bool:
         """Return False if other shapes' times show that an untried shape cannot be the fastest."""
-        shape, least = self._shapes[text], 0.0
+        shape, least = SHAPES[text], 0.0
         if self._times[text]:
             return True
-        points = {
-            self._shapes[other].most: self._time(other) for other in SHAPES if self._times[other]
-        }
+        points = {SHAPES[other].most: self._time(other) for other in SHAPES if self._times[other]}
         cheaper = sorted(size for size in points if size <= shape.most)
         if cheaper:
             first, last = cheaper[0], cheaper[-1]
@@ -120,7 +139,7 @@ class ShapeMeter:
 
     def _tokens_of(self, text: str) -> float:
         """Return the expected tokens per round."""
-        shape, own = self._shapes[text], self._lengths[text]
+        shape, own = SHAPES[text], self._lengths[text]
         tokens = self._chain_tokens(shape, 1.0 if shape.is_chain else SIBLINGS)
         # A chain's own rounds are in the acceptance rates already.
         return tokens if shape.is_chain else (DOUBT * tokens + sum(own)) / (DOUBT + len(own))

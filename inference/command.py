@@ -23,10 +23,10 @@ from .arguments import EngineOptions, PlaceOptions
 from .config import DecodeConfig
 from .cost_model import CostModel
 from .cut import AUTO, cut_layers
+from .defaults import choose_way
 from .engine import DraftNetwork, Engine
 from .pipelines.local import LocalPipeline
 from .ranks.cluster import Cluster
-from .sources import default_schedule
 from .sources.lookup import make_lookup
 from .text_stream import PrintedAnswer
 
@@ -65,13 +65,13 @@ def place_of(options: PlaceOptions, cluster: Cluster | None = None) -> torch.dev
 class EngineChoice:
     target: str
     revision: str | None
-    schedule: str
+    draft_type: str | None
     num_stages: int | None
     boundaries: tuple[int, ...]
 
 
 def describe(options: EngineOptions) -> EngineChoice:
-    """Choose target, schedule and stages from the options and the checkpoint's description."""
+    """Choose target, draft and stages from the options and the checkpoint's description."""
     stages, cut = options.stages, options.boundaries
     if options.checkpoint is None:
         kind = "language_model" if options.draft_model else options.draft
@@ -84,15 +84,14 @@ def describe(options: EngineOptions) -> EngineChoice:
                 f"--schedule: {options.schedule!r} needs a draft; give --checkpoint DIR, "
                 "--draft-model DIR, --draft ngram, or --schedule autoregressive"
             )
-        schedule = options.schedule or (default_schedule(kind) if kind else "autoregressive")
-        return EngineChoice(options.target, None, schedule, stages, cut)
+        return EngineChoice(options.target, None, kind, stages, cut)
     description = read_description(resolve_folder(options.checkpoint))
     reference, architecture = description["target"], description["architecture"]
     return EngineChoice(
         options.target or reference["name"],
         # The recorded revision belongs to the draft's own target, not to another one.
         reference.get("revision") if options.target is None else None,
-        options.schedule or default_schedule(description["draft_type"]),
+        description["draft_type"],
         architecture.get("num_stages") if stages is None else stages,
         cut or tuple(architecture.get("boundaries") or ()),
     )
@@ -133,10 +132,17 @@ def load_engine(
     num_stages = 1 if choice.num_stages is None else choice.num_stages
     if cluster is not None:
         num_stages = cluster.num_stages(choice.num_stages)
+    way = choose_way(
+        choice.draft_type,
+        schedule=options.schedule,
+        num_stages=num_stages,
+        settings=settings,
+        in_processes=cluster is not None,
+    )
     cost = settings.get("cost", CostModel())
     cut = resolve_cut(choice.boundaries, cost, choice.target, choice.revision, num_stages)
     # Before loading anything, so bad values are refused at once.
-    config = DecodeConfig.of(choice.schedule, num_stages=num_stages, boundaries=cut, **settings)
+    config = DecodeConfig.of(way.schedule, num_stages=num_stages, boundaries=cut, **way.settings)
     tokenizer = load_tokenizer(choice.target, revision=choice.revision)
     set_template_variables(tokenizer, options.chat_template_kwargs)
     if options.checkpoint is not None:

@@ -1,5 +1,6 @@
 """Decode one prompt without and with a draft, side by side, and measure both runs."""
 
+import os
 import shutil
 import sys
 import time
@@ -27,8 +28,9 @@ EXAMPLE = """example:
 Decodes greedily in this process. A terminal shows both answers side by side at their measured
 speed, with accepted draft tokens in green; elsewhere one follows the other.
 """
-HEAD, TREE = "assets/heads/eagle3", "chain:5"
-"""Default draft and tree: the fastest on one CPU thread."""
+HEAD = "assets/heads/eagle3"
+GAIN = 1.1
+"""Below this ratio, the demo tells why and what to try."""
 PROMPT = "Write a Python function that returns the sum of a list."
 GREEN, PLAIN = "\x1b[32m", "\x1b[0m"
 FRAME_S = 0.04
@@ -57,10 +59,7 @@ class DemoOptions(EngineOptions):
                 f"--target: {self.target!r} without a draft; give --checkpoint DIR, --draft-model "
                 "DIR or --draft suffix"
             )
-        is_default = self.schedule in (None, "eagle") and "tree" not in self.settings
-        tree = {"tree": TREE} if is_default else {}
-        stages = 1 if self.stages is None else self.stages
-        return replace(self, checkpoint=HEAD, stages=stages, settings=tree | self.settings)
+        return replace(self, checkpoint=HEAD)
 
 
 build_parser = DemoOptions.parser
@@ -146,8 +145,11 @@ def play(answers: list[DemoRun]) -> None:
 
 def run(options: DemoOptions) -> None:
     """Decode without and with the draft in turn, show both answers, and compare them."""
+    from ..devices import load_average
+    from .auto_tree import FIRST
     from .command import encode, load_engine
     from .config import DecodeConfig
+    from .defaults import measure_shape, with_shape
     from .engine import Engine
     from .generation import TextPieces, tokens_of
 
@@ -165,10 +167,15 @@ def run(options: DemoOptions) -> None:
     )
     baseline = Engine(engine.target.model, engine.tokenizer, plain)  # type: ignore[union-attr]
     name = options.checkpoint or options.draft_model or options.draft
-    shape = getattr(config.schedule, "label", None)
-    label = config.schedule.name + (f", {shape}" if shape else "")
-    answers = [DemoRun("without a draft"), DemoRun(f"with {name} ({label})")]
     ids = encode(engine.tokenizer, options.prompt, raw=False)
+    measured = None
+    if config.schedule.label == "auto":
+        measured = measure_shape(engine, [ids])
+        # One shape for all runs, so that their times differ by the machine alone.
+        shape = FIRST if measured is None else measured.shape
+        config = engine.config = with_shape(config, shape)
+    label = ", ".join(filter(None, (config.schedule.name, config.schedule.label)))
+    answers = [DemoRun("without a draft"), DemoRun(f"with {name} ({label})")]
     # In turn: if the machine slows down, it slows both. Turn 0 warms up.
     for turn in range(options.repeats + 1):
         for decoder, answer in zip((baseline, engine), answers, strict=True):
@@ -192,14 +199,42 @@ def run(options: DemoOptions) -> None:
             print(f"{answer.title}\n{answer.text}\n")
     # ``result`` is the last one decoded, with the draft.
     print(verdict(answers, num_rounds=len(result.round_lengths), num_stages=config.num_stages))
+    if gain(answers) < GAIN and config.num_stages == 1:
+        told = None if measured is None else measured.told
+        print(reason(load_average(), os.cpu_count() or 1, told))
+
+
+def gain(answers: list[DemoRun]) -> float:
+    """Return the draft's median gain: the ratio of neighboring runs, so that a drift cancels."""
+    plain, drafted = answers
+    return median(b / a for a, b in zip(plain.rates, drafted.rates, strict=True))
+
+
+def reason(load: float | None, num_cores: int, measured: str | None) -> str:
+    """Tell why the gain is small, and the next command.
+
+    Args:
+        load: the machine's load average.
+        measured: the choice of a shape; None if the user gave one.
+    """
+    if load is not None and load > 1.1 * num_cores:
+        return (
+            f"the machine is busy (load average {load:.1f} on {num_cores} cores), and drafting "
+            "needs its caches; when it is idle, try again: pipedraft demo"
+        )
+    if measured is None:
+        return "this shape gains little here; to time all shapes, leave out --tree and --schedule"
+    return (
+        f"{measured}\na pass of this target takes so little time that drafting costs as much; a "
+        "larger one gains more: make real, or pipedraft demo --target DIR --checkpoint DIR"
+    )
 
 
 def verdict(answers: list[DemoRun], *, num_rounds: int, num_stages: int) -> str:
     """Describe the draft's measured gain or cost."""
     plain, drafted = answers
-    # Compare neighboring runs, so that a drift of the machine cancels.
     ratios = [b / a for a, b in zip(plain.rates, drafted.rates, strict=True)]
-    ratio, count = median(ratios), len(drafted.pieces)
+    ratio, count = gain(answers), len(drafted.pieces)
     same = "the same text" if plain.text == drafted.text else "not the same text: rounding"
     lines = [
         f"{sum(drafted.accepted)} of {count} tokens were accepted draft tokens: {num_rounds} "

@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 import torch
 from transformers import PreTrainedModel
 
+from ..devices import load_average
 from ..models.heads.draft import Draft
 from ..models.heads.language_model import LanguageModelDraft
 from ..models.target import StagedTarget
@@ -162,6 +163,7 @@ class Engine:
             raise
         marks = format_marks(self.tokenizer)
         result.text = marked_text(self.tokenizer, result.token_ids, marks)
+        result.load_average = load_average()
         return result
 
     def open_session(

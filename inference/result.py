@@ -107,6 +107,8 @@ class DecodeResult:
     prefill_s: float = 0.0
     token_times_s: list[float] = field(default_factory=list)
     """Seconds from the request's start to each emitted token (wall clock)."""
+    load_average: float | None = None
+    """The machine's load average over one minute, at the end; None if it is not known."""
 
     def emit(
         self,

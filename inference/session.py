@@ -162,6 +162,8 @@ class Session:
             return
         if shape.kind == "auto":
             shape = self._shape = self.shapes.shape
+        if not shape.depth:
+            return
         sampling = self._round_sampling(costs if shape.is_auto else None)
         # A static tree is a fixed set of paths: there is no depth to shrink.
         if self.part < 1 and shape.kind != "static":

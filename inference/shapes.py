@@ -71,6 +71,8 @@ EAGLE1_PATHS: tuple[tuple[int, ...], ...] = (
 """Child ranks from the root: EAGLE-1's published tree with 25 draft tokens for 7B chat models."""
 
 
+PAPER = "dynamic:7:10:59"
+"""EAGLE-2's tree: 60 tokens with the root."""
 MAX_SIZE = "[1, 1024]"
 """Range for levels, beams and draft tokens per tree."""
 
@@ -82,10 +84,10 @@ class TreeShape:
     kind: Literal["chain", "static", "dynamic", "auto"] = "dynamic"
     """dynamic: EAGLE-2, the best ``num_tokens`` candidates by cumulative score. static: the ranks
     in ``paths``, whatever the scores. chain: one draft token per level. auto: in every round the
-    chain or dynamic tree with the most tokens per second so far (inference/auto_tree.py)."""
+    shape with the most tokens per second so far, which may be no draft (inference/auto_tree.py)."""
     depth: int = 7
     """Levels of draft tokens (draft forwards). EAGLE's code counts only expansions after the first
-    level: its depth 6 is 7 here."""
+    level: its depth 6 is 7 here. A chain of 0 drafts nothing."""
     top_k: int = 10
     """Beams in a dynamic tree, and children per beam."""
     num_tokens: Budget = 59
@@ -95,7 +97,8 @@ class TreeShape:
 
     def __post_init__(self) -> None:
         sizes = ["depth", "top_k", *["num_tokens"] * (self.num_tokens != "auto")]
-        check_ranges(self, dict.fromkeys(sizes, MAX_SIZE), "tree.")
+        ranges = dict.fromkeys(sizes, MAX_SIZE)
+        check_ranges(self, ranges | ({"depth": "[0, 1024]"} if self.is_chain else {}), "tree.")
         orphans = [p for p in self.paths if len(p) > 1 and p[:-1] not in self.paths]
         if orphans:
             raise ValueError(
@@ -126,30 +129,39 @@ class TreeShape:
 
     @property
     def label(self) -> str:
-        """Return the shape in the format ``parse`` reads."""
+        """Return the shape in the format ``parse`` reads, or "none" without draft tokens."""
         if self.kind in ("static", "auto"):
             return self.kind
+        if self.is_chain and not self.depth:
+            return "none"
         sizes = [self.depth] if self.is_chain else [self.depth, self.top_k, self.num_tokens]
         return ":".join([self.kind, *map(str, sizes)])
 
     @classmethod
     def parse(cls, text: str) -> "TreeShape":
-        """Read ``auto``, ``chain:M``, ``static``, or ``dynamic[:DEPTH:TOP_K:TOKENS|auto]``."""
-        kind, *sizes = text.split(":")
+        """Read ``auto``, ``paper``, ``chain:M``, ``static``, or ``dynamic[:DEPTH:TOP_K:TOKENS]``.
+
+        ``paper`` is EAGLE-2's tree, which EAGLE-3 uses, too. TOKENS may be auto.
+        """
+        kind, *sizes = PAPER.split(":") if text == "paper" else text.split(":")
         dynamic = ["depth", "top_k", "num_tokens"]
         names = {"chain": dynamic[:1], "static": [], "dynamic": dynamic, "auto": []}
         is_auto = kind == "dynamic" and sizes[2:] == ["auto"]
         numbers = sizes[:2] if is_auto else sizes
         is_counted = kind in names and len(sizes) in (0, len(names[kind]))
-        if not is_counted or not all(size.isdecimal() for size in numbers):
+        if not is_counted or not all(size.isdecimal() and int(size) for size in numbers):
             raise ValueError(
-                f"tree: {text!r} is no tree; give auto, chain:7, static, or dynamic:7:10:59 "
+                f"tree: {text!r} is no tree; give auto, paper, chain:7, static, or {PAPER} "
                 "(levels, beams, draft tokens or auto)"
             )
         fields: Values = dict(zip(names[kind], map(int, numbers), strict=False))
         if is_auto:
             fields["num_tokens"] = "auto"
         return cls(kind=kind, **fields)  # type: ignore[arg-type]  # a key of names
+
+
+NO_DRAFT = TreeShape(kind="chain", depth=0)
+"""Autoregressive decoding, among the shapes of ``--tree auto``."""
 
 
 def segment_sizes(

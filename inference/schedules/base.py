@@ -115,9 +115,16 @@ class TreeSchedule(Schedule):
     grows: ClassVar[Growth | None] = "trees"
 
     tree: TreeShape = TreeShape()
-    """Draft shape per round: auto, chain[:M], static, or dynamic[:LEVELS:BEAMS:TOKENS]. If TOKENS
-    is auto, the cost model chooses the number. auto alone times rounds of several shapes, and keeps
-    the one with the most tokens per second (schedules eagle and naive_pp)."""
+    """Draft shape per round: auto, paper, chain[:M], static, or dynamic[:LEVELS:BEAMS:TOKENS];
+    default: auto for eagle and naive_pp with one stage, and with --backend process if no schedule
+    is named, else paper. If TOKENS is auto, the cost model chooses the number. auto alone times
+    rounds of several shapes, and keeps the one with the most tokens per second, or no draft. paper
+    is EAGLE-2's dynamic:7:10:59."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.tree.depth:
+            raise ValueError("tree: a chain of 0 drafts nothing; give --schedule autoregressive")
 
     @property
     def width(self) -> int:

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
 from ...endings import leave_at_interrupts, run_command
 
@@ -34,6 +35,9 @@ def main(words: Sequence[str] | None = None) -> None:
             # Requests set their own temperature: prepare a rule for sampling.
             settings = options.engine_settings() | {"temperature": 1.0}
             engine = load_engine(options, cluster, settings, says_loading=True)
+            if engine.config.schedule.label == "auto":
+                # Drafts that gain with one client lose with many: time each number of clients.
+                engine.config = replace(engine.config, never_slower=True)
             options.warn_if_open(keys, "--api-key-file")
             listen.run(engine, options, keys, socket, cluster)
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import uvicorn
 
 from ...errors import Failure
+from ..defaults import pipeline_note
 from ..pipelines.local import LocalPipeline
 from ..ranks.links import LostLink
 from ..server_options import address_of
@@ -115,6 +116,8 @@ def run(
         f"{name}; Ctrl-C ends the server",
         flush=True,
     )
+    if note := pipeline_note(options, engine.config):
+        print(note, flush=True)
     # Requests leave reference cycles; a frozen heap makes collections cheap and frequent.
     gc.freeze()
     asyncio.run(serve(server, service, listener))

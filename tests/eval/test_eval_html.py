@@ -119,7 +119,12 @@ def test_the_page_needs_nothing_but_itself(text) -> None:
 def test_one_number_of_every_method_stands_first(text) -> None:
     runs = [run for run in read_back(make_runs()) if run["benchmark"] == "overall"]
     summary = text.partition('id="Summary"')[2].partition('id="Results"')[0]
-    rows = re.findall(r"<strong>(.*?)</strong>.*?\[(.*?), (.*?)\].*?cx=\"(.*?)%\"", summary, re.S)
+    shown = re.findall(r'label="(speed-up|tau)"><strong>(.*?)</strong>', summary)
+    taus = [f"{run['mean_acceptance_length']:.2f}" for run in runs if run["method"] == "spd"]
+    assert shown == [pair for tau in taus for pair in (("speed-up", "-"), ("tau", tau))]
+    rows = re.findall(
+        r"L'\"><strong>(.*?)</strong>.*?\[(.*?), (.*?)\].*?cx=\"(.*?)%\"", summary, re.S
+    )
     drafted = [run["equivalent_acceptance_length"] for run in runs if run["method"] == "spd"]
     expected = [[f"{x:.3f}" for x in (found["pooled"], *found["ci95"])] for found in drafted]
     assert [list(row[:3]) for row in rows] == expected

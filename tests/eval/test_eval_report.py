@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from pipedraft.eval.command import ways_of
 from pipedraft.eval.metrics import AUTOREGRESSIVE, OVERALL
-from pipedraft.eval.record import LosslessRecord, WallClockRecord
+from pipedraft.eval.record import LosslessRecord, ProcessRecord, WallClockRecord
 from pipedraft.eval.report import write_report
 from pipedraft.eval.screen import screen_table
 from pipedraft.files import to_json
@@ -113,14 +113,18 @@ def test_the_terminals_table_is_narrow_and_has_the_baseline() -> None:
 @pytest.mark.parametrize(
     "tree, note",
     [
-        ("dynamic:7:10:59", "A large tree costs more than it saves here: try --tree chain:3"),
-        ("chain:3", "The draft costs more than it saves here, as a chain, too."),
+        (
+            "dynamic:7:10:59",
+            "dynamic:7:10:59, T=0: the draft costs more than it saves here (0.50).",
+        ),
+        ("chain:3", "chain:3, T=0: the draft costs more than it saves here (0.50)."),
     ],
 )
 def test_a_full_line_keeps_tau_and_advice_fits_what_ran(tree: str, note: str) -> None:
     runs = make_runs(("mt_bench", "gsm8k"), stages=(4,))
     slow = WallClockRecord(tokens_per_s=123456.7, speedup=0.5)
     named = {"method": "smollm2_eagle3, temperature 1.0", "tree": tree, "wallclock": slow}
+    named |= {"processes": 4 * [ProcessRecord(name="rank", seconds={})]}
     runs += [replace(run, **named) for run in runs if run.method == "spd"]
     text = screen_table(runs)
     header = next(line for line in text.splitlines() if line.startswith("benchmark")).split()

@@ -112,7 +112,7 @@ def test_ranks_on_gpus_load_no_whole_target(place, monkeypatch) -> None:
     options = SimpleNamespace(
         device="auto", dtype="auto", no_lossless=False, stages=1, boundaries=()
     )
-    found = command_module._load_target(options, "name", None, [], ranks)
+    found = command_module._load_target(options, "name", None, [], ranks, usual=1)
     is_cpu = place == "cpu"
     assert (found.reference, found.trusts_plain) == ("all" if is_cpu else None, not is_cpu)
     assert len(loaded) == is_cpu

@@ -23,7 +23,7 @@ from pipedraft.inference.session import Session
 from pipedraft.inference.shapes import TreeShape
 
 AUTO = {"schedule": "eagle", "tree": TreeShape.parse("auto")}
-PARSED = [TreeShape.parse(text) for text in SHAPES]
+PARSED = list(SHAPES.values())
 TIMES = {
     "costly tokens": lambda shape: 1 + 0.12 * shape.most + 0.06 * shape.depth,
     "cheap tokens": lambda shape: 1 + 0.01 * shape.most + 0.05 * shape.depth,
@@ -111,7 +111,7 @@ def test_a_token_changed_with_a_shape_is_caught(shuffled, monkeypatch):
     emit = Session._emit
 
     def mutant(session, token, accepted, logits_V):
-        is_wrong = accepted and session._shape == PARSED[1]
+        is_wrong = accepted and session._shape == TreeShape.parse("chain:1")
         emit(session, (token + 1) % 16 if is_wrong else token, accepted, logits_V)
 
     monkeypatch.setattr(Session, "_emit", mutant)
