@@ -7,6 +7,11 @@ from .version import __version__
 
 # Command -> folder or file to run, its description, an example.
 COMMANDS = {
+    "new": (
+        "train/new",
+        "write a recipe for your own target, and print the three commands that use it",
+        "pipedraft new assets/target --data chats.jsonl --out out/mine.yaml",
+    ),
     "train": (
         "train",
         "train a draft head; launch with accelerate for more than one process",

@@ -25,9 +25,9 @@ T = TypeVar("T")
 
 
 def packaged(name: str) -> str:
-    """Return a path. Outside a checkout, map ``assets/...`` to the installed package's copy."""
+    """Return a path. Outside a checkout, map ``assets/`` and ``configs/`` to the package's copy."""
     own = Path(__file__).parent / name
-    is_own = name.startswith("assets/") and ".." not in name and own.exists()
+    is_own = name.startswith(("assets/", "configs/")) and ".." not in name and own.exists()
     return str(own) if is_own and not Path(name).exists() else name
 
 

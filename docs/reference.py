@@ -27,11 +27,12 @@ from pipedraft.train.config import EvaluationConfig, OptimConfig, RunConfig
 from pipedraft.train.features.options import FeatureOptions
 from pipedraft.train.help import EXAMPLE
 from pipedraft.train.methods import methods
+from pipedraft.train.new.options import NewOptions
 from pipedraft.wings import commands_of
 
 REST = "<!-- from here on: python docs/reference.py -->"
 NO_REMARK = (
-    *(regenerate.RegenerateOptions, DecodeOptions, demo.DemoOptions),
+    *(NewOptions, regenerate.RegenerateOptions, DecodeOptions, demo.DemoOptions),
     *(ServeOptions, VllmOptions),
     *(command.options_class for command in commands_of(WINGS).values()),
     arguments.EvalOptions,

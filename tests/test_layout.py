@@ -236,6 +236,7 @@ def test_constraints_pin_every_declared_library_within_its_bounds() -> None:
             assert requirement.specifier.contains(pins[name]), f"{text} excludes {pins[name]}"
 
 
+TRAINING = ["train", "train.features", "train.new"]
 DECODING = ["inference", "inference.serving", "inference.vllm"]
 NAMES = ("compare", "parity", "replay", "report")
 EVAL = ["eval", "eval.audit", *(f"eval {name}" for name in NAMES)]
@@ -243,7 +244,7 @@ EVAL = ["eval", "eval.audit", *(f"eval {name}" for name in NAMES)]
 
 @pytest.mark.parametrize(
     "commands",
-    [["doctor"], ["models"], ["data_recipes"], ["train"], ["train.features"], DECODING, EVAL],
+    [["doctor"], ["models"], ["data_recipes"], TRAINING, DECODING, EVAL],
     ids=lambda commands: commands[0],
 )
 def test_help_comes_without_torch(commands: list[str]) -> None:
@@ -267,6 +268,8 @@ TYPED = [
     ["train", "--config", "configs/spd/tiny.yaml", "--max_steps", "0"],
     ["train", "--plan", "configs/spd/tiny.yaml", "--lr", "1"],
     ["train.features", "--config", "configs/spd/tiny.yaml", "--outt", "x"],
+    ["train.new", "assets/target", "--data", "nosuch.jsonl"],
+    ["train.new", "assets/target", "--data", "x", "--method", "eagle4"],
     ["data_recipes", "--outt", "x"],
     ["data_recipes.regenerate", "--outt", "x"],
     *([name, "--checkpoit", "x"] for name in ("eval", "eval.audit", *DECODING, "inference.demo")),
@@ -392,7 +395,7 @@ def test_a_wheel_decodes_outside_a_checkout(tmp_path: Path) -> None:
         (["--help"], 0, "usage: pipedraft"),
         ([], 2, "usage: pipedraft"),
         (["evl"], 2, "error: command: 'evl' is unknown; did you mean 'eval'?"),
-        (["zzz"], 2, "error: command: 'zzz' is unknown; give one of train, eval,"),
+        (["zzz"], 2, "error: command: 'zzz' is unknown; give one of new, train,"),
     ],
 )
 def test_the_console_script_answers(arguments: list[str], status: int, expected: str) -> None:

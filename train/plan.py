@@ -180,7 +180,7 @@ class Plan:
             evaluation_bytes=self._peak(
                 objective.eval(), memory, min(EVALUATED_ROWS, rows), trains=False
             ),
-            flops=flops + self._decoder_flops(self.target.get_decoder().layers),
+            flops=flops + self.decoder_flops(),
         )
 
     def make_objective(self, target: PreTrainedModel, memory: LiveBytes) -> DraftObjective:
@@ -248,14 +248,14 @@ class Plan:
         mlp, norm = 3 * (wide + hidden), 2 * hidden + 8 / self.dtype.itemsize * hidden
         return tokens * (kept + max(mlp, norm)) * self.dtype.itemsize
 
-    def _decoder_flops(self, layers: nn.Module) -> float:
+    def decoder_flops(self) -> float:
         """Return FLOPs per token in the frozen decoder's layers, counted as torch does.
 
         Of the experts' weights, only the fraction that a token is routed to counts. Recurrent
         layers count by their weights alone.
         """
         weights = 0.0
-        for name, parameter in layers.named_parameters():
+        for name, parameter in self.target.get_decoder().layers.named_parameters():
             is_experts = ".experts." in name
             share = self.config.num_experts_per_tok / len(parameter) if is_experts else 1.0
             # Vectors, such as norms and biases, take no matrix product.

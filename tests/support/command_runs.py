@@ -11,9 +11,11 @@ from pipedraft.inference.__main__ import main as inference_main
 from pipedraft.inference.serving.__main__ import main as serve_main
 from pipedraft.models.__main__ import main as models_main
 from pipedraft.train.__main__ import main as train_main
+from pipedraft.train.new.__main__ import main as new_main
 
 MAINS: dict[str, Callable[[], None]] = {
     "train": train_main,
+    "new": new_main,
     "inference": inference_main,
     "serve": serve_main,
     "eval": eval_main,

@@ -1,0 +1,148 @@
+"""The three commands of a recipe, and how long each should take."""
+
+import math
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ...files import packaged
+from ..plan import ASSUMED_UTILIZATION, Plan, RunSizes
+from .machine import Machine
+from .options import STAGED, NewOptions
+from .recipe import Recipe, Size
+from .rows import Lengths
+
+LAUNCHES = {"ddp": "ddp", "fsdp2, zero3": "fsdp2"}
+"""The plan's strategy -> file in configs/accelerate."""
+EVALUATED_TOKENS = 128
+"""Default of eval's --max-new-tokens."""
+DECODINGS = 3
+"""Decodings of a prompt by eval: the baseline, the head, and transformers' for the comparison."""
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A recipe whose plan fits the machine."""
+
+    recipe: Recipe
+    plan: Plan
+    sizes: RunSizes
+    strategy: str
+    bytes: float
+    """Planned memory of a process."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What the commands do, with which files, on which machine."""
+
+    options: NewOptions
+    size: Size
+    machine: Machine
+    fit: Fit
+    num_rows: int
+    lengths: Lengths
+    answer_dtype: str
+
+    @property
+    def recipe(self) -> Path:
+        return self.options.recipe
+
+    @property
+    def num_prompts(self) -> int:
+        """Prompts of each benchmark in the evaluation."""
+        return 20 if self.machine.num_gpus else 4
+
+    # -- commands -------------------------------------------------------------------------------
+
+    def answer(self) -> str:
+        words = ["pipedraft", "data", "regenerate", "--data", self.options.data]
+        words += ["--target", self.options.target, "--max-tokens", str(self.size.max_answer)]
+        words += ["--batch", str(self.size.answer_batch), "--dtype", self.answer_dtype]
+        return shlex.join([*words, "--out", str(answers_of(self.recipe))])
+
+    def train(self) -> str:
+        words = ["--config", str(self.recipe)]
+        if self.machine.num_gpus < 2:
+            is_off = not self.machine.num_gpus and torch.cuda.is_available()
+            return "ACCELERATE_USE_CPU=true " * is_off + shlex.join(["pipedraft", "train", *words])
+        launch = packaged(f"configs/accelerate/{LAUNCHES[self.fit.strategy]}.yaml")
+        start = ["accelerate", "launch", "--config_file", launch, "--num_processes"]
+        return shlex.join([*start, str(self.machine.num_gpus), "-m", "pipedraft.train", *words])
+
+    def evaluate(self) -> str:
+        method = self.options.method
+        words = ["pipedraft", "eval", "--checkpoint", str(run_of(self.recipe))]
+        if method not in STAGED:
+            # docs/choose.md. A block's draft tokens all come from one forward pass.
+            tree = "chain:7" if method in ("dflash", "dspark") else "chain:3"
+            words += ["--schedule", "eagle", "--stages", "1", "--tree", tree]
+        words += ["--benchmarks", "mt_bench,gsm8k,humaneval", "--limit", str(self.num_prompts)]
+        words += ["--dtype", "auto"] * bool(self.machine.num_gpus)
+        results = self.recipe.with_name(f"{self.recipe.stem}_eval")
+        return shlex.join([*words, "--out", str(results)])
+
+    # -- seconds --------------------------------------------------------------------------------
+
+    @property
+    def token_flops(self) -> float:
+        """FLOPs of the target per token."""
+        config = self.fit.plan.config
+        return self.fit.plan.decoder_flops() + 2.0 * config.hidden_size * config.vocab_size
+
+    @property
+    def flops(self) -> float:
+        """FLOP/s of a device that are reached."""
+        return self.machine.flops * ASSUMED_UTILIZATION
+
+    def pass_s(self, rows: int) -> float:
+        """Return seconds of a decoding pass: for products, for weights, or for launches."""
+        sizes = self.fit.sizes
+        weights = sizes.target_layers + sizes.target_ends
+        read = weights * getattr(torch, self.answer_dtype).itemsize / self.machine.bytes_per_s
+        launches = self.fit.plan.config.num_hidden_layers * self.machine.layer_s
+        return max(rows * self.token_flops / self.flops, read, launches)
+
+    def answer_s(self) -> float:
+        """Return seconds to read every prompt and write every answer, on one device."""
+        batch, lengths = self.size.answer_batch, self.lengths
+        written = self.num_rows * lengths.answers
+        # Each answer's prompt has the turns before it, too.
+        read = self.num_rows * max(0.0, lengths.row - lengths.answers) * lengths.num_answers
+        return written / batch * self.pass_s(batch) + read * self.token_flops / self.flops
+
+    @property
+    def num_steps(self) -> int:
+        run = self.fit.plan.run
+        rows = self.num_rows * (1 - run.data.valid_fraction) * run.epochs
+        step = run.batch_tokens * run.accumulation * self.machine.processes
+        return max(1, math.ceil(rows * self.lengths.row / step))
+
+    def train_s(self) -> float:
+        """Return seconds for the run's steps, evaluations not counted."""
+        run = self.fit.plan.run
+        products = run.batch_tokens * self.fit.sizes.flops / self.flops
+        return self.num_steps * run.accumulation * max(products, self.machine.pass_s)
+
+    def evaluate_s(self) -> float:
+        turns = 4 * self.num_prompts  # MT-Bench has two
+        return turns * EVALUATED_TOKENS * DECODINGS * self.pass_s(1)
+
+
+def run_of(recipe: Path) -> Path:
+    """Return the folder of a recipe's run."""
+    return recipe.with_suffix("")
+
+
+def answers_of(recipe: Path) -> Path:
+    """Return the file with the target's answers."""
+    return recipe.with_name(f"{recipe.stem}_answers.jsonl")
+
+
+def duration(seconds: float) -> str:
+    minutes = math.ceil(seconds / 60)
+    if minutes < 60:
+        return f"{minutes} minute{'s' * (minutes > 1)}"
+    return f"{seconds / 3600:,.1f} hours"
