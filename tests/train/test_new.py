@@ -18,7 +18,7 @@ from transformers import AutoTokenizer, BertConfig, LlamaConfig
 from pipedraft.data_recipes.config import Source
 from pipedraft.endings import needed
 from pipedraft.errors import UsageError
-from pipedraft.train.config import parse_run
+from pipedraft.train.config import check_run, parse_run
 from pipedraft.train.help import METHODS
 from pipedraft.train.methods import methods
 from pipedraft.train.new.commands import duration
@@ -31,6 +31,7 @@ from pipedraft.train.new.recipe import (
     copied_values,
     make_recipe,
     nearest_size,
+    page_of,
     shipped,
     text_of,
 )
@@ -156,7 +157,11 @@ def test_every_copied_value_is_known_to_the_trainer_and_every_comment_has_a_page
             base["data.sources"] = Chosen([{"path": "z"}])
             text = text_of(base | recipe, "two\nlines")
             assert text.startswith("# two\n# lines\nmethod: ")
-            assert yaml.safe_load(text) == values_of(base | recipe)
+            values = yaml.safe_load(text)
+            assert values == values_of(base | recipe)
+            check_run(values, methods())
+            assert all("docs/" in chosen.why or key in WHY for key, chosen in recipe.items())
+            assert (REPOSITORY / page_of(method)).is_file()
     for page in re.findall(r"docs/[\w/]+\.md", " ".join(WHY.values())):
         assert (REPOSITORY / page).is_file()
 
@@ -181,7 +186,7 @@ def test_a_recipe_takes_what_saves_memory_in_order(qwen3, monkeypatch):
     recipe |= {"data.sources": Chosen([{"path": "x"}]), "precision": Chosen("bf16")}
     recipe |= make_recipe(SIZES[0], "eagle3", None, vocab_size=300)
     recipe["model.num_steps"] = Chosen(1)
-    machine = Machine("two", 2, 1e12, 1e12, 1e12, has_bf16=True)
+    machine = Machine("two", 2, 1e12, True, 1e12, 1e12, 1e12)
     found, settings = fit(recipe, machine), list[dict[str, object]]()
     while True:
         settings.append({key: entry.value for key, entry in found.recipe.items()})

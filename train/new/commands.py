@@ -93,9 +93,11 @@ class Work:
         return self.fit.plan.decoder_flops() + 2.0 * config.hidden_size * config.vocab_size
 
     @property
-    def flops(self) -> float:
-        """FLOP/s of a device that are reached."""
-        return self.machine.flops * ASSUMED_UTILIZATION
+    def answer_flops(self) -> float:
+        """FLOP/s that a device reaches in the answers' dtype."""
+        is_single = self.answer_dtype == "float32"
+        peak = self.machine.single_flops if is_single else self.machine.flops
+        return peak * ASSUMED_UTILIZATION
 
     def pass_s(self, rows: int) -> float:
         """Return seconds of a decoding pass: for products, for weights, or for launches."""
@@ -103,7 +105,7 @@ class Work:
         weights = sizes.target_layers + sizes.target_ends
         read = weights * getattr(torch, self.answer_dtype).itemsize / self.machine.bytes_per_s
         launches = self.fit.plan.config.num_hidden_layers * self.machine.layer_s
-        return max(rows * self.token_flops / self.flops, read, launches)
+        return max(rows * self.token_flops / self.answer_flops, read, launches)
 
     def answer_s(self) -> float:
         """Return seconds to read every prompt and write every answer, on one device."""
@@ -111,7 +113,7 @@ class Work:
         written = self.num_rows * lengths.answers
         # Each answer's prompt has the turns before it, too.
         read = self.num_rows * max(0.0, lengths.row - lengths.answers) * lengths.num_answers
-        return written / batch * self.pass_s(batch) + read * self.token_flops / self.flops
+        return written / batch * self.pass_s(batch) + read * self.token_flops / self.answer_flops
 
     @property
     def num_steps(self) -> int:
@@ -123,7 +125,8 @@ class Work:
     def train_s(self) -> float:
         """Return seconds for the run's steps, evaluations not counted."""
         run = self.fit.plan.run
-        products = run.batch_tokens * self.fit.sizes.flops / self.flops
+        speed = self.machine.flops * ASSUMED_UTILIZATION
+        products = run.batch_tokens * self.fit.sizes.flops / speed
         return self.num_steps * run.accumulation * max(products, self.machine.pass_s)
 
     def evaluate_s(self) -> float:

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from ...devices import has_native_bf16
 
-H100_BYTES, H100_TFLOPS, H100_BYTES_PER_S = 80e9, 989.0, 3.35e12
-"""The GPU to plan for where there is none: an H100 SXM with dense bfloat16, by NVIDIA's data
-sheet."""
+H100_BYTES, H100_TFLOPS, H100_SINGLE_TFLOPS, H100_BYTES_PER_S = 80e9, 989.0, 67.0, 3.35e12
+"""The GPU to plan for where there is none: an H100 SXM, with dense bfloat16 and float32, by
+NVIDIA's data sheet."""
 GPU_LAYER_S = 4.9e-3 / 30
 """Least time of a decoder layer in a decoding pass on a GPU, whose kernels wait for their launch:
 30 layers take 4.9 ms on an H200 (docs/lab/results.md)."""
@@ -34,12 +34,14 @@ class Machine:
     """0: the CPU."""
     memory: float
     """Bytes per device."""
-    flops: float
-    """FLOP/s of a device in matrix products."""
-    bytes_per_s: float
-    """Speed at which a device reads weights."""
     has_bf16: bool
     """bfloat16 products without emulation."""
+    flops: float
+    """FLOP/s of a device in matrix products, in bfloat16 if it has them."""
+    single_flops: float
+    """The same in float32."""
+    bytes_per_s: float
+    """Speed at which a device reads weights."""
 
     @property
     def processes(self) -> int:
@@ -65,53 +67,52 @@ def rate(left: Tensor, right: Tensor) -> float:
     return 1 / best
 
 
-def measured_speed(
-    device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int]
-) -> tuple[float, float]:
-    """Return FLOP/s for products [M, K] x [K, N], and bytes/s for one row times a large weight.
+def measured(
+    device: torch.device, shape: tuple[int, int, int], *, has_bf16: bool
+) -> tuple[float, float, float]:
+    """Return FLOP/s for products [M, K] x [K, N] and in float32, and bytes/s for reading weights.
 
     Args:
         shape: M, K, N; the target's own sizes, as small products are slower.
     """
     m, k, n = shape
-    products = rate(
-        torch.ones(m, k, dtype=dtype, device=device), torch.ones(k, n).to(device, dtype)
-    )
+    left, right = torch.ones(m, k, device=device), torch.ones(k, n, device=device)
+    single = flops = 2.0 * m * k * n * rate(left, right)
+    if has_bf16:
+        flops = 2.0 * m * k * n * rate(left.bfloat16(), right.bfloat16())
+    # One row times a weight, as in decoding.
     weight = torch.ones(1024, READ_WEIGHTS // 1024, device=device)
     reads = rate(weight, torch.ones(weight.shape[1], 1, device=device))
-    return 2.0 * m * k * n * products, weight.nbytes * reads
+    return flops, single, weight.nbytes * reads
 
 
 def cpu_machine(shape: tuple[int, int, int]) -> Machine:
     device, threads = torch.device("cpu"), torch.get_num_threads()
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     has_bf16 = has_native_bf16(device)
-    flops, bytes_per_s = measured_speed(
-        device, torch.bfloat16 if has_bf16 else torch.float32, shape
-    )
+    speeds = measured(device, shape, has_bf16=has_bf16)
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     count = f"{threads} thread{'s' * (threads > 1)}"
-    text = f"this CPU, {count}, {memory / 1e9:.0f} GB, {flops / 1e12:.3f} TFLOPS measured"
-    return Machine(text, 0, memory, flops, bytes_per_s, has_bf16)
+    text = f"this CPU, {count}, {memory / 1e9:.0f} GB, {speeds[0] / 1e12:.3f} TFLOPS measured"
+    return Machine(text, 0, memory, has_bf16, *speeds)
 
 
 def gpu_machine(
     number: int, gigabytes: float | None, tflops: float | None, shape: tuple[int, int, int]
 ) -> Machine:
     """Return ``number`` GPUs like the one here, or like an H100 if there is none."""
-    many = f"{number} x " if number > 1 else ""
-    if not torch.cuda.is_available():
-        memory, peak = 1e9 * (gigabytes or H100_BYTES / 1e9), tflops or H100_TFLOPS
-        kind = "GPU like an H100" if gigabytes is None and tflops is None else "GPU"
-        text = f"{many}{kind}, {memory / 1e9:.0f} GB, {peak:.0f} TFLOPS"
-        return Machine(text, number, memory, 1e12 * peak, H100_BYTES_PER_S, has_bf16=True)
-    device = torch.device("cuda", torch.cuda.current_device())
-    has_bf16 = has_native_bf16(device)
-    flops, bytes_per_s = measured_speed(
-        device, torch.bfloat16 if has_bf16 else torch.float32, shape
-    )
-    total = torch.cuda.get_device_properties(device).total_memory
-    memory = total if gigabytes is None else 1e9 * gigabytes
-    flops, how = (flops, " measured") if tflops is None else (1e12 * tflops, "")
-    name = torch.cuda.get_device_name(device)
-    text = f"{many}{name}, {memory / 1e9:.0f} GB, {flops / 1e12:.1f} TFLOPS{how}"
-    return Machine(text, number, memory, flops, bytes_per_s, has_bf16)
+    speeds = (1e12 * H100_TFLOPS, 1e12 * H100_SINGLE_TFLOPS, H100_BYTES_PER_S)
+    name, memory, has_bf16, how = "GPU", H100_BYTES, True, ""
+    if torch.cuda.is_available():
+        device = torch.device("cuda", torch.cuda.current_device())
+        has_bf16 = has_native_bf16(device)
+        speeds, how = measured(device, shape, has_bf16=has_bf16), " measured"
+        memory = torch.cuda.get_device_properties(device).total_memory
+        name = torch.cuda.get_device_name(device)
+    elif gigabytes is None and tflops is None:
+        name = "GPU like an H100"
+    memory = memory if gigabytes is None else 1e9 * gigabytes
+    if tflops is not None:
+        speeds, how = (1e12 * tflops, *speeds[1:]), ""
+    text = f"{f'{number} x ' * (number > 1)}{name}, {memory / 1e9:.0f} GB, "
+    text += f"{speeds[0] / 1e12:.4g} TFLOPS{how}"
+    return Machine(text, number, memory, has_bf16, *speeds)

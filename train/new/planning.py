@@ -22,13 +22,13 @@ from .commands import LAUNCHES, Fit, Work, answers_of, duration, run_of
 from .machine import Machine, cpu_machine, gpu_machine
 from .options import NewOptions
 from .recipe import (
-    PAGES,
     SIZES,
     Chosen,
     Recipe,
     Size,
     make_recipe,
     nearest_size,
+    page_of,
     sources_of,
     text_of,
 )
@@ -38,6 +38,8 @@ USED_SHARE = 0.9
 """Share of a device's memory for what the plan counts; the rest is for its allocator."""
 LARGE_GPUS = 8
 """GPUs to plan for if a large target meets a machine without one, as in configs/accelerate."""
+FEW_STEPS = 500
+"""After 500 steps, a head says little about a trained one (docs/lab/training_trials.md)."""
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 
 
@@ -155,9 +157,8 @@ def machine_for(options: NewOptions, size: Size, shape: tuple[int, int, int]) ->
 def plan_target(options: NewOptions, source: Source, num_rows: int) -> Iterator[str]:
     """Write the recipe, and yield the lines to print as they are known."""
     tokenizer = check_weights(options.target)
-    page = PAGES.get(options.method, options.method)
     base = {
-        "method": Chosen(options.method, f"docs/methods/{page}.md"),
+        "method": Chosen(options.method, page_of(options.method)),
         "target": Chosen(options.target),
         "output_dir": Chosen(
             str(run_of(options.recipe)), "the head: --checkpoint of eval, inference and serve"
@@ -171,6 +172,7 @@ def plan_target(options: NewOptions, source: Source, num_rows: int) -> Iterator[
     plan = plan_of(base)
     config, counts = plan.config, plan.count()
     parameters = counts.target_layers + counts.target_ends
+    base["target"] = Chosen(options.target, f"{parameters:,} parameters")
     size = nearest_size(parameters)
     recipe = base | make_recipe(size, options.method, options.stages, vocab_size=config.vocab_size)
     positions = context_length(config)
@@ -229,6 +231,11 @@ def report(work: Work) -> Iterator[str]:
         f"data: {work.num_rows:,} rows of {about} {lengths.row:,.0f} tokens; {work.num_steps:,} "
         "training steps"
     )
+    if work.num_steps < FEW_STEPS:
+        yield (
+            f"note: after {FEW_STEPS} steps, a head is far from trained "
+            "(docs/lab/training_trials.md); give more rows"
+        )
     yield f"written: {recipe}"
     if not has_weights(work.options.target):
         yield (

@@ -18,8 +18,6 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 OF_A_TARGET = ("boundaries", "features", "depth_layers")
 """Keys under model that fit one number of layers."""
 COPIED = ("optim", "batch_tokens", "evaluation", "save_every_steps")
-PAGES = {"eagle": "eagle1"}
-"""Method -> its page in docs/methods, where the names differ."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +97,8 @@ WHY = {
     "data.too_long": "as in the paper",
     "optim.name": "as docs/train.md#recipes for targets of this size",
     "optim.lr": "peak rate, with the same source",
+    "optim.schedule": "the rate falls to zero",
+    "optim.warmup_fraction": "share of the steps in which the rate rises",
     "batch_tokens": "tokens per forward pass of a process; with few tokens, small batches learn "
     "more, docs/train.md#recipes",
     "epochs": "prefer new text to more epochs, docs/train.md#what-to-expect",
@@ -106,7 +106,7 @@ WHY = {
     "evaluation.max_rows": "held-out rows",
     "save_every_steps": "Ctrl-C saves, too; the same command resumes",
 }
-"""Key -> comment. Other keys have the value of the shipped configuration without one."""
+"""Key -> comment. Other keys of a network are explained on their method's page."""
 
 
 @dataclass(frozen=True)
@@ -129,6 +129,10 @@ def nearest_size(parameters: float) -> Size:
 def shipped(name: str) -> Values:
     found: Values = read_yaml(CONFIGS / f"{name}.yaml", "configs")
     return found
+
+
+def page_of(method: str) -> str:
+    return f"docs/methods/{'eagle1' if method == 'eagle' else method}.md"
 
 
 def flat(section: str, values: Values) -> Values:
@@ -164,8 +168,9 @@ def make_recipe(size: Size, method: str, stages: int | None, *, vocab_size: int)
         del values["model.draft_vocab_size"]
     if stages is not None:
         values["model.num_stages"] = stages
+    page = f"{page_of(method)}#settings"
     return {
-        key: Chosen(value, WHY.get(key, "").format(vocab_size=vocab_size))
+        key: Chosen(value, WHY.get(key, page).format(vocab_size=vocab_size))
         for key, value in values.items()
     }
 
