@@ -21,6 +21,7 @@ from huggingface_hub import constants
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
+from ..files import Values
 from .card import EMPTY_MASK, DataReport, build_report, count_groups
 from .chat import ChatRenderer
 from .config import DataConfig, Source
@@ -115,6 +116,21 @@ def load_data(
     on_hub = [source.path for source in config.sources if list_files(source) is None]
     report.hub_datasets = list(dict.fromkeys(on_hub))
     return TokenizedData(train=parts[0], valid=parts[1], report=report)
+
+
+def usable_rows(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Iterator[Values]:
+    """Yield rows with a supervised token, in the sources' order, and read no more than is asked.
+
+    These rows are not mixed, split, or checked for duplicates and benchmark prompts.
+    """
+    for source in config.sources:
+        raw_batches = _raw_batches(source, explodes=config.explode_turns)
+        for raw in (batch.slice(at, 1) for batch in raw_batches for at in range(len(batch))):
+            batch = tokenize_batch(
+                raw, tokenizer=tokenizer, config=config, source=source, benchmarks=None
+            )
+            found = Rows([batch])
+            yield from (row for row in found if not row["error"] and row["num_supervised"])
 
 
 def _tokenize_rows(

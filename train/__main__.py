@@ -2,7 +2,7 @@
 
 Exit status:
     0: the run is done, or max_minutes or evaluation.patience ended it.
-    1: a failure, such as a NaN or infinite loss.
+    1: a failure, such as a NaN or infinite loss, or an answer that --overfit-one cannot learn.
     2: bad input.
     130, 143: SIGINT (Ctrl-C) or SIGTERM. The run finishes and saves the current step first.
 
@@ -20,6 +20,7 @@ if __name__ == "__main__":
     answer_early(sys.argv[1:])
 
 from ..data_recipes.sources import list_files
+from ..errors import UsageError
 from ..model_names import check_names
 from .config import parse_run
 from .methods import methods
@@ -39,20 +40,49 @@ def take_plan(arguments: list[str]) -> tuple[list[str], bool]:
     return [*arguments[:at], *(["--config"] if has_file else []), *arguments[at + 1 :]], True
 
 
+OVERFIT_STEPS = 400
+"""Steps of --overfit-one without a number: enough for every head on the embedded target."""
+
+
+def take_overfit(arguments: list[str]) -> tuple[list[str], int | None]:
+    """Return the arguments without ``--overfit-one [N]``, and its number of steps or None."""
+    flag = "--overfit-one"
+    given = [word.partition("=") for word in arguments]
+    at = next((i for i, (name, *_) in enumerate(given) if name.replace("_", "-") == flag), None)
+    if at is None:
+        return arguments, None
+    value, rest = given[at][2], arguments[at + 1 :]
+    if not given[at][1] and rest and not rest[0].startswith("-"):
+        value, *rest = rest
+    elif not given[at][1]:
+        value = str(OVERFIT_STEPS)
+    if not value.isdecimal() or not int(value):
+        raise UsageError(
+            f"{flag}: {value!r} is no number of steps; give one from 1 on or leave it out, and "
+            "name the configuration with --config FILE"
+        )
+    return [*arguments[:at], *rest], int(value)
+
+
 def main() -> None:
     arguments, wants_plan = take_plan(sys.argv[1:])
+    arguments, overfit_steps = take_overfit(arguments)
     run, model, resolved = parse_run(arguments, methods(), EXAMPLE)
     check_names({"target": run.target})
     for source in run.data.sources:
         list_files(source)
     with leaving_at_interrupts():  # torch and transformers
         from ..pretrained import quieten
+        from .overfit import run_gate
         from .plan import Plan
         from .run import registry, run_training
     quieten()
     if wants_plan:
         for line in Plan(run, model, registry()[run.method]).lines():
             print(line, flush=True)
+        return
+    if overfit_steps is not None:
+        print(run_gate(run, model, overfit_steps), flush=True)
         return
     run_training(run, model, resolved)
 

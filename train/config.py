@@ -246,7 +246,10 @@ def make_parser(method: str, methods: dict[str, type], example: str) -> Argument
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--config", action="config", help="YAML file; later ones override earlier")
-    parser.description += " --plan FILE estimates what a run needs, and ends."
+    parser.description += (
+        " --plan FILE estimates what a run needs, and ends. --overfit-one [N] learns one "
+        "conversation by heart, and ends."
+    )
     parser.add_class_arguments(RunConfig, as_group=False)
     parser.add_class_arguments(methods[method], "model")
     tidy(parser)

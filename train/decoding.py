@@ -1,12 +1,14 @@
 """Measure acceptance during training by decoding held-out prompts with the current head."""
 
+from collections.abc import Iterable
+
 from torch import Tensor
 
-from ..data_recipes.table import Rows
 from ..files import Values
 from ..inference.config import DecodeConfig
 from ..inference.custom_generate import NoText
 from ..inference.engine import Engine
+from ..inference.result import DecodeResult, Observer
 from ..inference.shapes import TreeShape
 from ..inference.sources import default_schedule
 from ..models.heads.draft import Draft
@@ -18,7 +20,7 @@ DECODED_TAU, DECODED_LENGTH = "decoded_acceptance_length", "decoded_equivalent_a
 """Log names for the decoded figures."""
 
 
-def first_turns(rows: Rows, count: int, *, max_positions: int) -> list[list[int]]:
+def first_turns(rows: Iterable[Values], count: int, *, max_positions: int) -> list[list[int]]:
     """Return prompts from the first rows, each with the tokens before the first assistant turn.
 
     Rows without tokens before an assistant turn are skipped.
@@ -56,14 +58,24 @@ def decode_config(draft: Draft, num_steps: int) -> DecodeConfig:
     return DecodeConfig.of(schedule, **stages, max_new_tokens=NEW_TOKENS, **settings)
 
 
-def decode(
-    objective: DraftObjective, weights: dict[str, Tensor], prompts: list[list[int]]
-) -> dict[str, float]:
-    """Decode the prompts in this process, and return tau and L' over all prompts."""
+def decode_prompts(
+    objective: DraftObjective,
+    weights: dict[str, Tensor],
+    prompts: list[list[int]],
+    observer: Observer | None = None,
+) -> list[DecodeResult]:
+    """Decode the prompts in this process, with the head's own schedule."""
     draft = objective.draft_with(weights)
     config = decode_config(draft, objective.num_steps)
     engine = Engine(objective.target, NoText(), config, draft)
-    results = [engine.decode(ids) for ids in prompts]
+    return [engine.decode(ids, observer=observer) for ids in prompts]
+
+
+def decode(
+    objective: DraftObjective, weights: dict[str, Tensor], prompts: list[list[int]]
+) -> dict[str, float]:
+    """Decode the prompts, and return tau and L' over all of them."""
+    results = decode_prompts(objective, weights, prompts)
     rounds = [length for result in results for length in result.round_lengths]
     num_steps = sum(result.num_steps for result in results)
     if not num_steps:  # every answer ended after the prefill token
@@ -72,5 +84,5 @@ def decode(
     return {
         DECODED_TAU: sum(rounds) / len(rounds),
         # L': in the baseline every token takes one step per stage.
-        DECODED_LENGTH: config.num_stages * num_tokens / num_steps,
+        DECODED_LENGTH: results[0].num_stages * num_tokens / num_steps,
     }

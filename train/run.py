@@ -3,13 +3,16 @@
 import os
 import sys
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accelerate.utils import set_seed
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..data_recipes.fitting import load_fitting
+from ..data_recipes.recipe import TokenizedData
 from ..errors import make_folder
 from ..files import locked, make_place, write_atomically
 from ..models.exchange.card import model_card
@@ -67,7 +70,26 @@ def load_tokenizer_of(run: "RunConfig") -> "PreTrainedTokenizerBase":
     return load_tokenizer(run.target, revision=run.target_revision)
 
 
-def build_trainer(run: "RunConfig", model: "DataclassInstance") -> "Trainer":
+LoadData = Callable[
+    [RunConfig, PreTrainedTokenizerBase, PreTrainedModel, Path | None], TokenizedData
+]
+"""Loads a run's data for its target. The path is for the rows left out; None: do not write them."""
+
+
+def load_rows(
+    run: RunConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    target: PreTrainedModel,
+    side_file: Path | None,
+) -> TokenizedData:
+    """Load all rows of a run's data."""
+    config = load_config(str(run.target), run.target_revision).get_text_config()
+    return load_fitting(run.data, tokenizer, config, side_file=side_file)
+
+
+def build_trainer(
+    run: "RunConfig", model: "DataclassInstance", load: LoadData = load_rows
+) -> "Trainer":
     """Build the trainer, and check the whole configuration before training starts."""
 
     started = time.monotonic()
@@ -92,8 +114,7 @@ def build_trainer(run: "RunConfig", model: "DataclassInstance") -> "Trainer":
         objective_class.check(model, target)
         objective_class.check_start(model)
         side_file = run.output_dir / "bad_rows.jsonl" if accelerator.is_main_process else None
-        config = load_config(str(run.target), run.target_revision).get_text_config()
-        data = load_fitting(run.data, tokenizer, config, side_file=side_file)
+        data = load(run, tokenizer, target, side_file)
     objective = objective_class(
         model, target, target_name=run.target, revision=run.target_revision, data=data
     )
