@@ -185,6 +185,8 @@ class Progress:
     tokens: int = 0
     """Supervised tokens so far, over all processes."""
     best_score: float = -math.inf
+    best_by: str = ""
+    """What ``best_score`` measures, as ``Trainer.best_by``."""
     since_best: int = 0
     """Evaluations in a row without a better score."""
     best_step: int = 0

@@ -78,9 +78,9 @@ class EvaluationConfig:
     decode_prompts: int = 8
     """Held-out prompts decoded at each evaluation with the current head: greedily, 32 tokens each.
     The log then has the decoded tau and L'. 0: none."""
-    best_by: Literal["expected", "decoded"] = "expected"
+    best_by: Literal["auto", "expected", "decoded"] = "auto"
     """Score for best/ and patience. expected: acceptance from teacher-forced rates. decoded: L'
-    measured on the decoded prompts."""
+    measured on the decoded prompts. auto: decoded if prompts are decoded, else expected."""
     patience: int = 0
     """End the run after this many evaluations without a better score; 0: never."""
 

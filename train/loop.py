@@ -299,6 +299,12 @@ class Trainer:
             )
         return prompts
 
+    @property
+    def best_by(self) -> str:
+        """Describe the score. Two scores compare only if their descriptions are equal."""
+        is_decoded = self.prompts and self.config.evaluation.best_by != "expected"
+        return f"decoded L' of {len(self.prompts)} prompts" if is_decoded else "expected L'"
+
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
         """Return metrics over the first validation rows (if any), which the processes share."""
@@ -357,7 +363,7 @@ class Trainer:
         metrics |= on_main_process(
             self.accelerator, lambda: decode(self.objective, weights, self.prompts)
         )
-        if self.config.evaluation.best_by == "decoded":
+        if self.config.evaluation.best_by != "expected":
             metrics["score"] = metrics[DECODED_LENGTH]
 
     def _save_best(self, metrics: dict[str, float], weights: dict[str, Tensor]) -> bool:
@@ -369,6 +375,7 @@ class Trainer:
                 return False
             progress.best_score, progress.since_best = metrics["score"], 0
         progress.best_step, progress.best_metrics = progress.step, metrics
+        progress.best_by = self.best_by
         if self.accelerator.is_main_process:
             checkpoint.replace_folder(
                 self.config.output_dir / "best",
@@ -428,7 +435,7 @@ class Trainer:
             if self.progress.step == self.num_steps:
                 told += "; nothing is left to train: raise max_steps, or epochs"
             self.screen.say(f"resumed at step {self.progress.step} of {self.num_steps}{told}")
-        self._check_best(changes)
+        self._check_best()
         if self.accelerator.is_main_process:
             # Also without a checkpoint: a killed run may have logged steps but saved none.
             log, is_evaluated = output_dir / "metrics.jsonl", not self.progress.evaluation_pending
@@ -476,7 +483,7 @@ class Trainer:
         changes = [check_record(place, self.record) for place in found]
         return changes[0] if changes else []
 
-    def _check_best(self, changes: list[Change]) -> None:
+    def _check_best(self) -> None:
         """Let the next evaluation replace best/ if its score cannot be compared with new ones."""
         progress, best = self.progress, self.config.output_dir / "best"
         has_best = on_main_process(self.accelerator, best.exists)
@@ -485,7 +492,7 @@ class Trainer:
             reason = f"{best} is of this run, which ended before its first checkpoint"
         elif progress.best_step and not has_best:
             reason = f"{best} is gone"
-        elif any(change.name == "evaluation.best_by" for change in changes):
+        elif progress.best_step and progress.best_by != self.best_by:
             reason = f"{best} was chosen by another score"
         if reason:
             progress.best_score, progress.since_best = -math.inf, 0
@@ -574,12 +581,14 @@ class Trainer:
             self.screen.evaluated(progress.step, metrics, is_best=is_best)
 
     def _out_of_patience(self) -> Stop | None:
-        patience, since_best = self.config.evaluation.patience, self.progress.since_best
-        if not patience or since_best < patience:
+        progress, patience = self.progress, self.config.evaluation.patience
+        if not patience or progress.since_best < patience:
             return None
         return Stop(
-            f"no better score than {self.progress.best_score:.4f} in {since_best} evaluations "
-            "(evaluation.patience); the best network is in best/"
+            f"the {self.best_by} turned: {progress.metrics['score']:.4f} now, at most "
+            f"{progress.best_score:.4f} in the last {progress.since_best} evaluations "
+            f"(evaluation.patience); best/ has step {progress.best_step}; with a larger patience "
+            "the same command goes on"
         )
 
 

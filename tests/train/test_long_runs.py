@@ -266,7 +266,10 @@ def test_a_run_without_a_better_score_ends_and_stays_ended(
     ):
         for _ in range(count):
             trainer = launch(patience)
-        expected = f"stopped at step {step} of 8: no better score than 0.5000 in {patience} eval"
+        expected = (
+            f"stopped at step {step} of 8: the expected L' turned: {scores[step]:.4f} now, at most "
+            f"0.5000 in the last {patience} evaluations (evaluation.patience); best/ has step 2; "
+        )
         assert expected in capsys.readouterr().err
         assert trainer.stop.status == 0 and trainer.progress.best_score == 0.5
         assert checkpoint.step_folders(tmp_path)[-1].name == f"step-{step:07d}"

@@ -11,7 +11,13 @@ from train_runs import assert_equal_weights, logged, train, weights
 from pipedraft.inference.custom_generate import NoText
 from pipedraft.inference.engine import Engine
 from pipedraft.models import load_draft
-from pipedraft.train.decoding import decode_config, first_turns
+from pipedraft.train import loop
+from pipedraft.train.decoding import (
+    DECODED_LENGTH,
+    DECODED_TAU,
+    decode_config,
+    first_turns,
+)
 
 DECODED = {
     "evaluation__decode_prompts": 3,
@@ -55,6 +61,7 @@ def test_decoding_measures_the_head_and_disturbs_nothing(method, world, tmp_path
     runs = {}
     for name, count in (("with", 3), ("without", 0)):
         changes = DECODED | {"evaluation__decode_prompts": count}
+        changes["evaluation__best_by"] = "expected"  # the same score in both runs
         runs[name] = world.trainer(method, tmp_path / name, **changes)
         runs[name].run()
     assert_equal_weights(*(weights(tmp_path / name / "best") for name in runs))
@@ -104,10 +111,57 @@ def test_prompts_end_where_the_assistant_begins():
     assert first_turns(rows, 2, max_positions=34) == [[5, 6], [3]]
 
 
-def test_best_may_be_chosen_by_what_is_decoded(world, tmp_path):
-    trainer = world.trainer("eagle3", tmp_path, **DECODED, evaluation__best_by="decoded")
-    metrics = trainer.run()
-    assert metrics["score"] == metrics["decoded_equivalent_acceptance_length"]
+@pytest.mark.parametrize(
+    ("changes", "score"),
+    [
+        ({}, "decoded_equivalent_acceptance_length"),
+        ({"evaluation__best_by": "decoded"}, "decoded_equivalent_acceptance_length"),
+        ({"evaluation__best_by": "expected"}, "acceptance_length_T0"),
+        ({"evaluation__decode_prompts": 0}, "acceptance_length_T0"),
+    ],
+)
+def test_best_is_chosen_by_what_is_decoded_where_prompts_are(changes, score, world, tmp_path):
+    metrics = world.trainer("eagle3", tmp_path, **DECODED | changes).run()
+    assert metrics["score"] == metrics[score]
+
+
+def test_a_run_whose_decoded_curve_turns_ends_and_keeps_the_best_head(
+    world, tmp_path, monkeypatch, capsys
+):
+    curve = {1: 1.2, 2: 1.5, 3: 1.4, 4: 1.5, 5: 1.3, 6: 1.6, 7: 1.7}
+    changes = DECODED | {"max_steps": 7, "save_every_steps": 1, "keep_checkpoints": 7}
+
+    def launch(patience):
+        trainer = world.trainer("eagle3", tmp_path, **changes, evaluation__patience=patience)
+        figures = lambda *_: {DECODED_TAU: 9.0, DECODED_LENGTH: curve[trainer.progress.step]}  # noqa: E731
+        monkeypatch.setattr(loop, "decode", figures)
+        trainer.restore()
+        capsys.readouterr()
+        trainer.run()
+        return trainer, capsys.readouterr().err
+
+    for _ in range(2):  # once more, and it stays ended
+        trainer, said = launch(2)
+        assert (
+            "stopped at step 4 of 7: the decoded L' of 3 prompts turned: 1.5000 now, at most "
+            "1.5000 in the last 2 evaluations (evaluation.patience); best/ has step 2;"
+        ) in said
+        assert trainer.stop.status == 0
+        best = weights(tmp_path / "best")
+        assert_equal_weights(best, weights(tmp_path / "checkpoints" / "step-0000002"))
+    trainer, said = launch(4)  # the curve rises again, and the same run goes on
+    assert trainer.stop is None and trainer.progress.best_step == 7
+    _, said = launch_with_other_prompts(world, tmp_path, changes, capsys)
+    assert "best was chosen by another score: the next evaluation writes it anew" in said
+
+
+def launch_with_other_prompts(world, folder, changes, capsys):
+    trainer = world.trainer("eagle3", folder, **changes | {"evaluation__decode_prompts": 2})
+    trainer.restore()
+    return trainer, capsys.readouterr().err
+
+
+def test_decoding_that_must_choose_best_needs_prompts(world, tmp_path):
     decoded = {"evaluation__best_by": "decoded"}
     for changes, fix in (
         ({"evaluation__decode_prompts": 0}, "give prompts"),
