@@ -180,6 +180,22 @@ def test_networks_load_without_an_option_parser() -> None:
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
+HEAVY = ("datasets", "pandas", "sklearn", "deepspeed", "peft", "wandb", "torchvision", "matplotlib")
+"""Packages that a run does without, unless its configuration asks for one."""
+
+
+@pytest.mark.all
+def test_a_trainer_imports_no_package_that_it_does_without() -> None:
+    """Of what it imports, scipy.optimize is transformers' own choice, where scipy is installed."""
+    code = f"""if True:
+        import sys
+        from pipedraft.train import overfit, plan, run
+        found = sorted({{*{HEAVY!r}}} & sys.modules.keys())
+        sys.exit(f"imported: {{found}}" if found else 0)"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+
+
 def check_imports_no_entry_point(path: Path) -> None:
     """Under ``-m`` such a module would exist twice."""
     modules = [module for module in imported_modules(path) if "__main__" in module.split(".")]
