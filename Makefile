@@ -3,7 +3,8 @@
 # make test         lint, type check and tests
 # make test-all     the same with the tests that repeat at length what others find
 # make fuzz         mutated inputs for MINUTES (5); FUZZ_OUT keeps state and what went wrong
-# make engines      every exported head in vLLM beside ours, planted faults, vLLM's pipeline filled: out/engines
+# make engines      every exported head in vLLM, transformers and OpenVINO beside ours, planted faults, vLLM's
+#                   pipeline filled: out/engines
 # make venv         .venv with everything the two need
 # make clean        remove caches and build products (.venv and out/ stay)
 
@@ -146,6 +147,18 @@ $(VLLM)/installed:
 	  sed -i 's/^Name: .*/Name: vllm/; s/^Version: .*/Version: 0.32.0+cpu/' vllm-0.32.0+cpu.dist-info/METADATA
 	touch $@
 
+# OpenVINO GenAI, and optimum-intel, which converts target and heads. torchvision would be a CUDA build.
+OPENVINO := out/engines/openvino
+
+$(OPENVINO)/installed:
+	$(PYTHON) -m venv $(OPENVINO)
+	$(OPENVINO)/bin/python -m pip install --disable-pip-version-check --quiet openvino-genai==2026.4.1 \
+	  optimum-intel==2.2.0 nncf==3.4.0
+	$(OPENVINO)/bin/python -m pip uninstall --quiet --yes torchvision
+	touch $@
+
+PARITY := $(BIN)/python -m pipedraft.eval parity --limit 2 --max-new-tokens 64 --depth 3
+
 # Heads that do not ship, of 60 steps: enough to accept a few tokens.
 define short_run
 out/engines/$(1)/best/config.json: | venv
@@ -161,6 +174,11 @@ $(eval $(call short_run,dflash,configs/dflash/tiny.yaml))
 engines: venv out/smollm2/config.json $(VLLM)/installed $(SHORT:%=out/engines/%/best/config.json)
 	$(BIN)/python benchmarks/planted_faults.py
 	$(BIN)/python benchmarks/vllm_fill.py --limit 12 --only outputs,corners,stages,law,server
+	$(PARITY) --checkpoint out/engines/dflash --engine transformers
+	@if $(MAKE) --no-print-directory $(OPENVINO)/installed; then \
+	  $(PARITY) --checkpoint assets/heads/eagle3 --engine openvino && \
+	  $(PARITY) --checkpoint out/engines/dflash --engine openvino; \
+	  else echo "OpenVINO is skipped: the package index has not all of its packages"; fi
 
 clean:
 	rm -rf build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache

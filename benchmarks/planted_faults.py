@@ -26,7 +26,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pipedraft.eval.arguments import FewPromptsOptions
 from pipedraft.eval.checkpoints import load_head, read_drafts
-from pipedraft.eval.engine_parity import EngineComparison, decode_in_engine, engine_depth
+from pipedraft.eval.engine_parity import VLLM, EngineComparison, decode_in_engine, engine_depth
 from pipedraft.eval.parity_rows import Decoding
 from pipedraft.eval.tables import Table, align_columns
 from pipedraft.eval.tasks import encode_turn, load_tasks
@@ -185,6 +185,7 @@ def run_case(case: EngineCase, options: FaultOptions, place: Path) -> EngineComp
     if case.has_other_template:
         name = _with_other_template(case.target, place / "target")
     compared = decode_in_engine(
+        VLLM,
         options.engine_python,
         encoded,
         draft,

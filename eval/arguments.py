@@ -251,9 +251,13 @@ class ParityOptions(FewPromptsOptions, PlaceOptions):
     """new tokens per answer"""
     dtype: FloatDtype = "float32"
     """dtype for target and draft, also of what is computed; rounding hides small differences"""
-    engine: Literal["vllm"] | None = None
+    engine: Literal["vllm", "transformers", "openvino"] | None = None
     """also decode the prompts in this engine, and compare its draft tokens"""
-    engine_python: Path = option(Path("out/engines/vllm/bin/python"), metavar="FILE")
-    """python executable in the environment with the engine"""
+    engine_python: Path | None = option(None, metavar="FILE")
+    """python executable in the environment with the engine; default:
+    out/engines/ENGINE/bin/python, and this one for transformers"""
+    starts: int = option(1, metavar="N", least=1)
+    """with --engine openvino: decode in N fresh pipelines; each must accept the same number of
+    draft tokens"""
     json: Path | None = option(None, metavar="FILE")
     """also write counts and findings to this file"""

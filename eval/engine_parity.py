@@ -11,8 +11,9 @@ tokens is the cause. So the engine has to report only tokens.
 import os
 import re
 import subprocess
+import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -29,6 +30,7 @@ from transformers import PreTrainedModel
 from ..errors import Failure, UsageError
 from ..files import Values, to_json
 from ..inference.result import DecodeResult
+from ..models.exchange.export import Layout
 from ..models.heads.dflash import DFlash
 from ..models.heads.draft import Draft
 from ..models.transformer.layers import RMSNorm, RotaryEmbedding
@@ -44,7 +46,6 @@ from .parity_rows import (
 )
 from .tasks import Prompt
 
-SCRIPT = Path(__file__).with_name("vllm_process.py")
 ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -68,6 +69,9 @@ class EngineRound(msgspec.Struct):
     root: int
     """Index of the round's root token, counted over prompt and output."""
     drafted: list[int]
+    """Draft tokens, or only the accepted ones if the engine does not name the others."""
+    missed: int | None = None
+    """The output's token behind these, if known not to have been drafted."""
 
 
 class EngineRun(msgspec.Struct):
@@ -84,6 +88,25 @@ class EngineAnswer(msgspec.Struct):
     num_drafts: int
     accepted: list[int]
     """Accepted draft tokens by position, from the engine's own counters."""
+    starts: list[int] = []
+    """Accepted draft tokens in each fresh pipeline; empty: one was started."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineKind:
+    """A serving engine, and the heads it runs on a CPU."""
+
+    name: str
+    """Value of --engine, and prefix of its process's file name."""
+    layouts: Mapping[str, Layout]
+    """Head type -> the layout exported for it."""
+    environment: Callable[[Path], dict[str, str]]
+    python: Path
+    """Python in the environment that `make engines` makes, or our own."""
+
+    @property
+    def script(self) -> Path:
+        return Path(__file__).with_name(f"{self.name}_process.py")
 
 
 def engine_environment(python: Path) -> dict[str, str]:
@@ -95,49 +118,68 @@ def engine_environment(python: Path) -> dict[str, str]:
     return own
 
 
-def check_python(python: Path) -> None:
+def plain_environment(python: Path) -> dict[str, str]:
+    """Return environment variables for an engine that needs none but offline mode."""
+    own = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    own.pop("PYTHONPATH", None)
+    return own
+
+
+VLLM = EngineKind(
+    name="vllm",
+    layouts={"eagle": "sglang", "eagle3": "speculators", "dflash": "speculators", "mtp": "sglang"},
+    environment=engine_environment,
+    python=Path("out/engines/vllm/bin/python"),
+)
+TRANSFORMERS = EngineKind(
+    name="transformers",
+    layouts={"dflash": "transformers"},
+    environment=plain_environment,
+    python=Path(sys.executable),
+)
+OPENVINO = EngineKind(
+    name="openvino",
+    layouts={"eagle3": "openvino", "dflash": "openvino"},
+    environment=plain_environment,
+    python=Path("out/engines/openvino/bin/python"),
+)
+ENGINES = {engine.name: engine for engine in (VLLM, TRANSFORMERS, OPENVINO)}
+
+
+def check_python(python: Path, engine: str = VLLM.name) -> None:
     if not os.access(python, os.X_OK):
         raise UsageError(
             f"--engine-python: {str(python)!r} is no program; give the python of an environment "
-            "with vLLM (make engines makes out/engines/vllm)"
+            f"with {engine} (make engines makes out/engines/{engine})"
         )
 
 
-def engine_failure(stderr: str, status: int) -> Failure:
+def engine_failure(stderr: str, status: int, engine: str = VLLM.name) -> Failure:
     """Return an error with the engine's last informative line on stderr, else its exit status."""
     said = [line.strip() for line in stderr.splitlines() if line.strip()]
     said = [line for line in said if not line.startswith("For further information")]
-    return Failure(f"vllm: {said[-1] if said else f'ended with {status}'}")
+    return Failure(f"{engine}: {said[-1] if said else f'ended with {status}'}")
 
 
-def ask_engine(python: Path, request: Values) -> EngineAnswer:
+def ask_engine(engine: EngineKind, python: Path, request: Values) -> EngineAnswer:
     """Run the engine in its own process, and return its answer to a request.
 
     Raises:
         Failure: the process ends without an answer. The message contains its last line.
     """
-    check_python(python)
+    check_python(python, engine.name)
     with tempfile.TemporaryDirectory() as place:
         question, answer = Path(place) / "request.json", Path(place) / "answer.json"
         question.write_bytes(to_json(request))
         done = subprocess.run(
-            [python, SCRIPT, "decode", question, answer],
-            env=engine_environment(python),
+            [python, engine.script, "decode", question, answer],
+            env=engine.environment(python),
             capture_output=True,
             text=True,
         )
         if not answer.exists():
-            raise engine_failure(done.stderr, done.returncode)
+            raise engine_failure(done.stderr, done.returncode, engine.name)
         return msgspec.json.decode(answer.read_bytes(), type=EngineAnswer)
-
-
-METHODS = {
-    "eagle": "sglang",
-    "eagle3": "speculators",
-    "dflash": "speculators",
-    "mtp": "sglang",
-}
-"""Heads with CPU support in vLLM, and the layout exported for each."""
 
 
 def engine_depth(draft: Draft, depth: int) -> int:
@@ -262,6 +304,11 @@ def _filled(values: Sequence[Tensor], number: float) -> Iterator[None]:
             value.copy_(old)
 
 
+def agree(tokens_R: Tensor, wanted_R: Tensor) -> Tensor:
+    """Return bool [R]: the head's token is the engine's, or not the one that the engine missed."""
+    return torch.where(wanted_R < 0, tokens_R != -1 - wanted_R, tokens_R == wanted_R)
+
+
 # -- comparison -------------------------------------------------------------------------------
 
 
@@ -274,7 +321,8 @@ class EngineComparison:
     depth: int
     answer: EngineAnswer
     texts: list[tuple[Text, list[tuple[int, int, int]]]] = field(default_factory=list)
-    """Each output, and its compared draft tokens: root, draft position, token."""
+    """Each output, and its compared draft tokens: root, draft position, token. A token below 0 is
+    -1 - x, for any other token than x."""
     num_equal: int = 0
     ours: list[int] = field(default_factory=list)
     """Accepted draft tokens here, by position; ``num_rounds`` counts the rounds."""
@@ -297,6 +345,8 @@ class EngineComparison:
                 end = one.root + place
                 if end < len(ids) and one.drafted[: place - 1] == ids[one.root + 1 : end]:
                     found.append((one.root, place, token))
+            if one.missed is not None and len(one.drafted) < self.depth:
+                found.append((one.root, len(one.drafted) + 1, -1 - one.missed))
         self.texts.append((text, found))
         self.num_equal += ours.token_ids == run.token_ids
         self.ours = [a + b for a, b in zip_longest(self.ours, ours.position_accepts, fillvalue=0)]
@@ -318,6 +368,8 @@ class EngineComparison:
 
     def finish(self) -> Check:
         """Compare the draft tokens for all prompts, and explain differences."""
+        if self.check.first is None and len(set(self.answer.starts)) > 1:
+            self.check.first = Parting(what="starts", detail=f"accepted {self.answer.starts}")
         wanted = self._wanted()
         logits_RU = self._logits()
         self.check.rows = len(wanted)
@@ -326,8 +378,10 @@ class EngineComparison:
             return self.check
         logits_RV = over_vocabulary(self.draft, logits_RU)
         best_R = logits_RV.argmax(-1)
-        wrong_R = best_R != wanted
-        below_R = logits_RV.amax(-1) - logits_RV.gather(1, wanted[:, None])[:, 0]
+        wrong_R = ~agree(best_R, wanted)
+        second_R = logits_RV.topk(2, -1).values[:, 1]
+        other_R = logits_RV.gather(1, wanted.clamp(min=0)[:, None])[:, 0]
+        below_R = logits_RV.amax(-1) - torch.where(wanted < 0, second_R, other_R)
         size = size_of(logits_RU)
         tie_R = wrong_R & (below_R <= self.rounding * size)
         self.check.ties = int(tie_R.sum())
@@ -350,13 +404,13 @@ class EngineComparison:
     def _explain(self, wanted: Tensor, tie_R: Tensor, is_half: bool) -> Parting:
         ids_U = vocabulary(self.draft)
         logits_RU = self._logits()
-        own = float(((ids_U[logits_RU.argmax(-1)] == wanted) | tie_R).float().mean())
+        own = float((agree(ids_U[logits_RU.argmax(-1)], wanted) | tie_R).float().mean())
         best, cause = own, None
         for fault in known_faults(self.draft):
             with fault.change():
                 chosen_R = self._logits().argmax(-1)
             tokens_R = (fault.tokens or ids_U.__getitem__)(chosen_R)
-            share = float((tokens_R == wanted).float().mean())
+            share = float(agree(tokens_R, wanted).float().mean())
             if share > best:
                 best, cause = share, fault
         count = f"of {len(wanted)} draft tokens"
@@ -384,17 +438,22 @@ class EngineComparison:
     def lines(self) -> list[str]:
         """Return lines with the engine's counters next to pipedraft's."""
         ours, theirs = (", ".join(f"{x:.3f}" for x in side) for side in self.shares)
-        tau = self.mean_acceptance_lengths
+        tau, starts, lines = self.mean_acceptance_lengths, self.answer.starts, []
+        if len(starts) > 1:
+            counts = f"{min(starts)} to {max(starts)} draft tokens"
+            lines = [f"accepted {counts} in each of {len(starts)} pipelines"]
         return [
             f"{self.answer.engine} in {self.answer.dtype}: {self.num_equal} of {len(self.texts)} "
             "outputs are the ones decoded here",
             f"accepted in a round by position there {theirs}; here {ours}",
             f"tau {tau[1]:.3f} in {self.answer.num_drafts} rounds there, {tau[0]:.3f} in "
             f"{self.num_rounds} here",
+            *lines,
         ]
 
 
 def decode_in_engine(
+    engine: EngineKind,
     python: Path,
     prompts: Sequence[tuple[list[int], Prompt]],
     draft: Draft,
@@ -405,6 +464,7 @@ def decode_in_engine(
     depth: int,
     max_new_tokens: int,
     dtype: str,
+    starts: int = 1,
 ) -> EngineComparison:
     """Decode prompts in the engine. Return a comparison to which ``add`` adds our own runs.
 
@@ -413,6 +473,7 @@ def decode_in_engine(
         name: the target's folder or Hub name.
         files: the head's folder in the engine's layout.
         depth: draft tokens per round.
+        starts: fresh pipelines to decode in, for OpenVINO.
     """
     # Room for two rounds of draft tokens: beyond the model length vLLM drafts token 0.
     longest = max(len(ids) for ids, _ in prompts) + max_new_tokens + 2 * depth + 1
@@ -422,8 +483,9 @@ def decode_in_engine(
         "dtype": dtype,
         "max_model_len": longest,
         "max_new_tokens": max_new_tokens,
+        "starts": starts,
         "speculative_config": method,
         "prompts": [{"prompt_ids": ids, "messages": prompt.messages()} for ids, prompt in prompts],
     }
-    answer = ask_engine(python, request)
+    answer = ask_engine(engine, python, request)
     return EngineComparison(draft=draft, target=target, depth=depth, answer=answer)

@@ -34,12 +34,7 @@ from ..models.target import choose_decoding_threads, load_target, load_tokenizer
 from ..pretrained import quieten
 from .arguments import ParityOptions
 from .checkpoints import load_head, read_drafts
-from .engine_parity import (
-    METHODS,
-    EngineComparison,
-    decode_in_engine,
-    engine_depth,
-)
+from .engine_parity import ENGINES, OPENVINO, EngineComparison, decode_in_engine, engine_depth
 from .parity_rows import (
     ROUNDING,
     Check,
@@ -58,6 +53,8 @@ from .parity_rows import (
 from .tables import Table, align_columns, number
 from .tasks import Prompt, encode_turn, load_tasks
 
+READ_BACK = ("sglang", "speculators")
+"""Layouts that ``import_head`` reads."""
 NOTED = ("agreement_1", "agreement_filling", "agreement")
 """Checkpoint metrics: how often the first draft token equaled the target's, on validation rows."""
 LEGEND = """\
@@ -103,7 +100,7 @@ def exported_drafts(
         return {"files": f"SGLang's and vLLM's layouts are of {known}; of {kind} there is none"}
     found: dict[str, Draft | str] = {}
     with tempfile.TemporaryDirectory() as place:
-        for layout in given or LAYOUTS[kind]:
+        for layout in given or [x for x in LAYOUTS[kind] if x in READ_BACK]:
             files = layout
             try:
                 if not given:
@@ -321,11 +318,17 @@ def own_checkpoint(options: ParityOptions) -> Iterator[str]:
 def in_engine(
     options: ParityOptions, parity: Parity, kind: str, folder: str, prompts: Sequence[Prompt]
 ) -> EngineComparison:
-    if kind not in METHODS:
-        known = ", ".join(METHODS)
+    assert options.engine is not None
+    engine = ENGINES[options.engine]
+    if kind not in engine.layouts:
+        known = ", ".join(engine.layouts)
         raise UsageError(
             f"--engine: {options.engine} runs {known} heads, {options.checkpoint!r} is of type "
             f"{kind!r}; leave out --engine"
+        )
+    if options.starts > 1 and engine is not OPENVINO:
+        raise UsageError(
+            f"--starts: {options.starts} is for openvino; {engine.name} starts once, leave it out"
         )
     target, depth = parity.target, engine_depth(parity.draft, parity.depth)
     name = options.target or parity.draft.reference.name
@@ -337,10 +340,10 @@ def in_engine(
             files = str(resolve_folder(options.checkpoint))
         else:
             files = f"{place}/exported"
-            layout = METHODS[kind]
-            export(resolve_folder(folder), layout, Path(files), target=name)  # type: ignore[arg-type]
+            export(resolve_folder(folder), engine.layouts[kind], Path(files), target=name)
         return decode_in_engine(
-            options.engine_python,
+            engine,
+            options.engine_python or engine.python,
             encoded,
             parity.draft,
             target,
@@ -349,6 +352,7 @@ def in_engine(
             depth=depth,
             max_new_tokens=options.max_new_tokens,
             dtype=str(target.dtype).removeprefix("torch."),
+            starts=options.starts,
         )
 
 

@@ -32,13 +32,18 @@ MADE = "<!-- Written by pipedraft. Without this line the text is yours and is ke
 """Last line of a card that ``push`` may overwrite."""
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-ENGINES = {"sglang": "SGLang", "speculators": "vLLM"}
+ENGINES = {
+    "sglang": "SGLang",
+    "speculators": "vLLM",
+    "transformers": "transformers",
+    "openvino": "OpenVINO",
+}
 """Export layout -> its serving engine."""
 LAYOUTS: dict[str, tuple[str, ...]] = {
     "eagle": ("sglang",),
-    "eagle3": ("sglang", "speculators"),
+    "eagle3": ("sglang", "speculators", "openvino"),
     "mtp": ("sglang",),
-    "dflash": ("sglang", "speculators"),
+    "dflash": ("sglang", "speculators", "transformers", "openvino"),
     "dspark": ("sglang", "speculators"),
 }
 """Export layouts per head type."""

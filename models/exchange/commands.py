@@ -13,9 +13,12 @@ from ...files import write_folder
 from ...model_names import check_checkpoint
 from ...options import Options, option
 
-FORMATS: dict[str, Literal["sglang", "speculators", "gguf"]] = {
+Written = Literal["sglang", "speculators", "transformers", "openvino", "gguf"]
+FORMATS: dict[str, Written] = {
     "sglang": "sglang",
     "vllm": "speculators",
+    "transformers": "transformers",
+    "openvino": "openvino",
     "llama.cpp": "gguf",
     "speculators": "speculators",
     "gguf": "gguf",
@@ -134,7 +137,7 @@ class PushOptions(Command):
 
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions(Command):
-    """write a head in the layout of SGLang, vLLM or llama.cpp, and print the launch command"""
+    """write a head in an engine's layout, and print the launch command"""
 
     PROG: ClassVar[str] = "pipedraft models export"
     EXAMPLE: ClassVar[str] = """example:
@@ -143,7 +146,9 @@ class ExportOptions(Command):
 
     checkpoint: str
     """checkpoint folder or a run's folder"""
-    format: Literal["sglang", "vllm", "llama.cpp", "speculators", "gguf"]
+    format: Literal[
+        "sglang", "vllm", "transformers", "openvino", "llama.cpp", "speculators", "gguf"
+    ]
     """engine that will read the head; speculators and gguf are the layouts of vLLM and llama.cpp"""
     out: Path
     """folder to make"""
@@ -157,6 +162,7 @@ class ExportOptions(Command):
     def run(self) -> None:
         check_checkpoint(self.checkpoint)
         from ..heads.draft import resolve_folder
+        from .card import ENGINES
         from .export import Origin, export
         from .llama_cpp import export_gguf
 
@@ -169,8 +175,7 @@ class ExportOptions(Command):
             print(*files, line, sep="\n")
             return
         files = export(folder, layout, self.out, target=self.target, results=self.results)
-        engine = "SGLang" if layout == "sglang" else "vLLM"
-        where = f"# where {engine} is installed; docs/engines.md has the versions tried:"
+        where = f"# where {ENGINES[layout]} is installed; docs/engines.md has the versions tried:"
         print(*files, where, Origin.read(self.out).launch_line(self.out), sep="\n")
 
 

@@ -2,7 +2,9 @@
 
 ``sglang`` is the authors' layout: `LlamaForCausalLMEagle3`, `LlamaForCausalLMEagle`,
 `DFlashDraftModel` or `Qwen3DSparkModel`. vLLM loads the last two as well. ``speculators`` is vLLM's
-own. An MTP layer is written in its target's layout, `mtp.*`.
+own. An MTP layer is written in its target's layout, `mtp.*`. ``transformers`` is the layout of its
+one DFlash class, Muse Glimmer's assistant, whose files name no target. ``openvino`` is AngelSlim's
+EAGLE-3 layout, or the authors' DFlash layout: optimum-intel makes OpenVINO's IR of both.
 
 Weights stay float32 as trained. The token embedding is the target's. SGLang takes it from the
 target, and vLLM's layout gets a copy. (vLLM needs no copy, but without one the speculators package
@@ -53,7 +55,7 @@ from .chain import (
     validated_acceptance,
 )
 
-Layout = Literal["sglang", "speculators"]
+Layout = Literal["sglang", "speculators", "transformers", "openvino"]
 Config = dict[str, object]
 """An export's config.json."""
 
@@ -62,8 +64,25 @@ SIMULATORS_FILE = "acceptance.json"
 
 VLLM_ONLY = ("norm_before_residual", "query_key_norm", "sliding_window")
 """EAGLE-3 settings that SGLang 0.5.23 does not read from the files."""
+NUM_OPENVINO_LAYERS = 3
+"""Fused layers of an EAGLE-3 head in OpenVINO."""
 NORMS = ("fc_norm", "norm_before_fc", "norm_output")
 """Norms around the projection; both engines read them."""
+
+
+SCALED = ("gemma",)
+"""Families whose embedding module multiplies by a factor; transformers calls it for a block."""
+GENERATE = (
+    "from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer",
+    "target = AutoModelForCausalLM.from_pretrained({target})",
+    "tokenizer = AutoTokenizer.from_pretrained({target})",
+    "draft = AutoModel.from_pretrained({draft}, dtype=target.dtype)",
+    'ids = tokenizer("Hello!", return_tensors="pt")',
+    'ids = target.generate(**ids, assistant_model=draft, speculation_type="dflash")',
+    "print(tokenizer.decode(ids[0]))",
+)
+"""Statements of the command for transformers."""
+ASSISTANT_NORM = "encoder.output_norm_enc.weight"
 
 
 class HeadTarget:
@@ -164,10 +183,10 @@ def load_head(folder: Path, layout: str, kinds: Sequence[str]) -> tuple[Draft, D
     description = read_description(folder)
     kind = description["draft_type"]
     if kind not in kinds:
-        *known, last = kinds
+        known = " and ".join(", ".join(kinds).rsplit(", ", 1))
         raise ValueError(
             f"--checkpoint: {folder} holds a draft of type {kind!r}; the layout {layout} is for "
-            f"{', '.join(known)} and {last} heads; give such a head's checkpoint"
+            f"{known} heads; give such a head's checkpoint"
         )
     return load_untied(folder), description
 
@@ -192,14 +211,19 @@ def _parts(
     if isinstance(head, Eagle3):
         if layout == "sglang":
             return sglang_config(head), sglang_weights(head)
+        if layout == "openvino":
+            weights = openvino_weights(head, target.files.embedding_VH)
+            return openvino_config(head, target.files.config), weights
         weights = speculators_weights(head, target.files.embedding_VH)
         return speculators_config(head, target, num_tokens), weights
     assert isinstance(head, DFlash)
+    if layout == "transformers":
+        return assistant_config(head, target.files), assistant_weights(head)
     if layout == "speculators":
         weights = block_speculators_weights(head, target.files.head_VH)
         return block_speculators_config(head, target), weights
     if not isinstance(head, DSpark):
-        return dflash_config(head), head.state_dict()
+        return dflash_config(head, layout), head.state_dict()
     ends = (("embed_tokens", target.files.embedding_VH), ("lm_head", target.files.head_VH))
     return dspark_config(head), head.state_dict() | {f"{k}.weight": x.clone() for k, x in ends}
 
@@ -234,6 +258,13 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True):
 
     def launch_line(self, place: Path | str) -> str:
         """Return the shell command that serves the target with the exported head at ``place``."""
+        if self.layout == "openvino":
+            return f"python -m pipedraft.models.exchange.openvino_ir {shlex.quote(str(place))}"
+        if self.layout == "transformers":
+            names = {"target": self.description["target"]["name"], "draft": str(place)}
+            quoted = {key: json.dumps(name) for key, name in names.items()}
+            code = "; ".join(line.format(**quoted) for line in GENERATE)
+            return f"python -c {shlex.quote(code)}"
         kind, out = self.description["draft_type"], shlex.quote(str(place))
         target = shlex.quote(self.description["target"]["name"])
         is_block = kind in (DFlash.draft_type, DSpark.draft_type)
@@ -293,6 +324,36 @@ def sglang_config(head: Eagle3) -> Config:
 def sglang_weights(head: Eagle3) -> dict[str, Tensor]:
     weights = {name: value for name, value in head.state_dict().items() if name != "draft_ids"}
     return weights | vocabulary_maps(head)
+
+
+def openvino_config(head: Eagle3, target: Config) -> Config:
+    """Return config.json as optimum-intel reads an EAGLE-3 head, AngelSlim's form.
+
+    OpenVINO moves ``fc`` into the target, where norms before it have no place, and feeds the
+    layer's raw output back.
+    """
+    for name in (*VLLM_ONLY, *NORMS):
+        if value := getattr(head.config, name):
+            raise no_place("openvino", name, value)
+    _check_layers(head, 1, "openvino")
+    if len(head.config.feature_layers) != NUM_OPENVINO_LAYERS:
+        layers = list(head.config.feature_layers)
+        raise no_place("openvino", "feature_layers", layers, ", only for three")
+    stops = target.get("eos_token_id")
+    stop = stops[0] if isinstance(stops, list) else stops
+    return {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        **_layer_config(head),
+        "draft_vocab_size": len(head.draft_ids),
+        "hidden_layers_list": [layer - 1 for layer in head.config.feature_layers],  # outputs
+        **({} if stop is None else {"eos_token_id": stop}),  # else OpenVINO stops at token -1
+        "torch_dtype": "float32",
+    }
+
+
+def openvino_weights(head: Eagle3, embedding_VH: Tensor) -> dict[str, Tensor]:
+    """Return weights and maps; optimum-intel would draw a missing embedding at random."""
+    return sglang_weights(head) | {"embed_tokens.weight": embedding_VH}
 
 
 def _speculators(kind: str, num_tokens: int, target: HeadTarget) -> Config:
@@ -409,16 +470,41 @@ def mtp_parts(head: MTP, found: TargetFiles) -> tuple[Config, dict[str, Tensor]]
     return config, own | found.weights
 
 
-def dflash_config(head: DFlash) -> Config:
+def dflash_config(head: DFlash, layout: Layout) -> Config:
     """Return config.json in the authors' DFlash layout."""
     return {
         "architectures": ["DFlashDraftModel"],
-        **_block_config(head, lowest=1),
+        **_block_config(head, layout, lowest=1),
         "dflash_config": {
             "mask_token_id": head.config.mask_token_id,
             "target_layer_ids": [layer - 1 for layer in head.config.feature_layers],
         },
     }
+
+
+def assistant_config(head: DFlash, target: TargetFiles) -> Config:
+    """Return config.json as transformers 5.23 reads a DFlash assistant, of any target."""
+    family = str((target.config.get("text_config") or target.config).get("model_type"))
+    if family.startswith(SCALED):
+        raise ValueError(
+            f"--format: 'transformers' scales the embedding of a block's rows for {family}, which "
+            "no trainer of DFlash does, so it would draft other tokens; give another --format"
+        )
+    kept = _block_config(head, "transformers", lowest=1)
+    unread = ("rope_theta", "rope_scaling", "vocab_size", "num_target_layers", "mlp_bias")
+    return {name: value for name, value in kept.items() if name not in unread} | {
+        "architectures": ["MuseGlimmerAssistantModel"],
+        "model_type": "muse_glimmer_assistant",
+        "mask_token_id": head.config.mask_token_id,
+        "target_layer_ids": [layer - 1 for layer in head.config.feature_layers],
+        # The class has token ids of its own family as defaults.
+        **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
+    }
+
+
+def assistant_weights(head: DFlash) -> dict[str, Tensor]:
+    renamed = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": ASSISTANT_NORM}
+    return {renamed.get(name, name): value for name, value in head.state_dict().items()}
 
 
 def dspark_config(head: DSpark) -> Config:
@@ -429,7 +515,7 @@ def dspark_config(head: DSpark) -> Config:
     read = {"confidence_head_with_markov": config.confidence == "pair"}
     return {
         "architectures": ["Qwen3DSparkModel"],
-        **_block_config(head, lowest=0),
+        **_block_config(head, "sglang", lowest=0),
         "mask_token_id": config.mask_token_id,
         "target_layer_ids": [layer - 1 for layer in config.feature_layers],
         "num_anchors": 512,  # required by its reader, unused in decoding
@@ -441,14 +527,14 @@ def dspark_config(head: DSpark) -> Config:
     }
 
 
-def _block_config(head: DFlash, lowest: int) -> Config:
+def _block_config(head: DFlash, layout: Layout, lowest: int) -> Config:
     """Return config.json entries for DFlash and DSpark.
 
     Layer number i means the output of layer i, and -1 means the embedding.
     """
-    _check_layers(head, lowest)
+    _check_layers(head, lowest, layout)
     if (size := head.config.draft_vocab_size) is not None:
-        raise no_place("sglang", "draft_vocab_size", size)
+        raise no_place(layout, "draft_vocab_size", size)
     return {
         **_layer_config(head),
         "layer_types": ["full_attention"] * head.config.num_layers,
@@ -458,11 +544,11 @@ def _block_config(head: DFlash, lowest: int) -> Config:
     }
 
 
-def _check_layers(head: Eagle3 | DFlash, lowest: int) -> None:
-    """Refuse fused layers that SGLang cannot number."""
+def _check_layers(head: Eagle3 | DFlash, lowest: int, layout: Layout = "sglang") -> None:
+    """Refuse fused layers that the layout cannot number."""
     layers, most = list(head.config.feature_layers), head.config.num_target_layers - 1
     if not all(lowest <= layer <= most for layer in layers):
-        raise no_place("sglang", "feature_layers", layers, f", only for layers in {lowest}..{most}")
+        raise no_place(layout, "feature_layers", layers, f", only for layers in {lowest}..{most}")
 
 
 def block_speculators_config(head: DFlash, target: HeadTarget) -> Config:

@@ -6,6 +6,7 @@ changed files: an engine misreading the original files would draft the same toke
 
 import json
 import sys
+from os.path import commonprefix
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from tiny_drafts import make_head
 from tiny_models import REPOSITORY, byte_tokenizer, tiny_llama, write_rows
 
 from pipedraft.endings import run_command
+from pipedraft.eval.openvino_process import rounds_of
 from pipedraft.eval.parity_rows import Decoding
 from pipedraft.eval.tasks import encode_turn, load_tasks
 from pipedraft.models import load_draft
@@ -25,6 +27,7 @@ from pipedraft.models.target import load_target, load_tokenizer
 from pipedraft.pretrained import quieten
 
 LAYERS, DEPTH, TOKENS = 8, 3, 24
+LAYERS_KEY = "eagle_aux_hidden_state_layer_ids"
 FAKE = """#!{python}
 import pathlib, sys
 answer = pathlib.Path({answer!r})
@@ -143,6 +146,58 @@ def test_a_faithful_engine_agrees(parity, place):
     assert asked["prompts"][0]["messages"] == [{"role": "user", "content": "1 plus 2?"}]
     longest = max(len(one["prompt_ids"]) for one in asked["prompts"]) + TOKENS
     assert asked["max_model_len"] >= longest + 2 * DEPTH  # or vLLM stops drafting before the end
+
+
+def without_missed_drafts(place):
+    """Let the answer name accepted draft tokens only, as OpenVINO's does."""
+    answer = json.loads((place / "answer.json").read_text())
+    for run in answer["runs"]:
+        ids = [*run["rendered"], *run["token_ids"]]
+        for one in run["rounds"]:
+            own = ids[one["root"] + 1 :]
+            accepted = [*commonprefix([one["drafted"], own])]
+            is_whole = len(accepted) < min(DEPTH, len(own))
+            one |= {"drafted": accepted, "missed": own[len(accepted)] if is_whole else None}
+    (place / "answer.json").write_text(json.dumps(answer))
+
+
+def test_an_engine_that_names_no_drafts_agrees(parity, place):
+    answer_of(place, place / "eagle3")
+    without_missed_drafts(place)
+    status, out, err = parity(place / "eagle3", "--engine", "openvino")
+    assert (status, err) == (0, ""), out
+    assert "equal at every one of " in out
+
+
+def test_a_layer_off_by_one_is_found_without_the_drafts(parity, place):
+    """OpenVINO's default layers are one higher than the authors'."""
+    answer_of(place, changed(place, "eagle3", "speculators", config={LAYERS_KEY: [3, 5, 6]}))
+    without_missed_drafts(place)
+    status, out, _ = parity(place / "eagle3", "--engine", "openvino")
+    assert status == 1 and "layer off by one" in out, out
+
+
+def test_starts_that_accept_fewer_are_counted(parity, place):
+    answer_of(place, place / "eagle3")
+    answer = json.loads((place / "answer.json").read_text())
+    for starts, status in (([9, 9, 9], 0), ([9, 0, 9], 1)):
+        (place / "answer.json").write_text(json.dumps(answer | {"starts": starts}))
+        found, out, _ = parity(place / "eagle3", "--engine", "openvino", "--starts", 3)
+        assert found == status and f"{min(starts)} to 9 draft tokens in each of 3 pipelines" in out
+        assert json.loads((place / "asked.json").read_text())["starts"] == 3
+    found, out, err = parity(place / "eagle3", "--starts", 3)
+    assert_one_line(found, out, err, ["--starts: 3", "openvino", "vllm"])
+
+
+def test_openvinos_rounds_are_read_off_its_steps():
+    # 4 draft tokens: the prompt's step, all accepted, one accepted, none, then the output's end.
+    rounds = rounds_of([1, 2], [10, 11, 12, 13, 14, 15, 16, 17, 18, 19], [1, 5, 2, 1, 1], 4)
+    assert [(one["root"], one["drafted"], one["missed"]) for one in rounds] == [
+        (2, [11, 12, 13, 14], None),
+        (7, [16], 17),
+        (9, [], 18),
+        (10, [], None),
+    ]
 
 
 def reordered(weights):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...errors import make_folder
 from ...eval.engine_parity import (
-    SCRIPT,
+    VLLM,
     check_python,
     engine_environment,
     engine_failure,
@@ -62,7 +62,7 @@ def server_command(python: Path, request: Values, folder: Path) -> list[str | Pa
     make_folder("out", folder)
     place = folder / "request.json"
     place.write_bytes(to_json(request))
-    return [python, SCRIPT, "serve", place, folder.resolve()]
+    return [python, VLLM.script, "serve", place, folder.resolve()]
 
 
 def serve(python: Path, request: Values, folder: Path, *, host: str, port: int) -> int:

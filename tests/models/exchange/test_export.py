@@ -134,6 +134,37 @@ def test_a_full_vocabulary_says_its_size_and_has_maps_for_sglang_alone(tmp_path,
     assert tuple(weights["lm_head.weight"].shape) == (64, 32)
 
 
+def test_the_layout_for_openvino(tmp_path):
+    """optimum-intel reads the authors' names, draws a missing embedding, and needs a stop token."""
+    folder = make_checkpoint(tmp_path, draft_vocab_size=20, feature_layers=(5, 2, 4))
+    path = tmp_path / "target" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": [7, 9]}))
+    export(folder, "openvino", tmp_path / "out", target=str(tmp_path / "target"))
+    config, weights = read(tmp_path / "out")
+    held = MIDLAYER | AROUND | MAPS | {"embed_tokens.weight": (64, 32)}
+    assert {name: tuple(x.shape) for name, x in weights.items()} == held
+    assert config["architectures"] == ["LlamaForCausalLMEagle3"]
+    assert config["hidden_layers_list"] == [1, 3, 4]  # outputs of layers
+    assert config["eos_token_id"] == 7
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ({"fc_norm": True}, "model.fc_norm True"),
+        ({"norm_before_fc": True}, "model.norm_before_fc True"),
+        ({"norm_output": True}, "model.norm_output True"),
+        ({"norm_before_residual": True}, "model.norm_before_residual True"),
+        ({"feature_layers": (2, 5)}, "[2, 5], only for three"),
+    ],
+    ids=str,
+)
+def test_heads_that_openvino_cannot_hold_are_refused(options, word, tmp_path, monkeypatch, capfd):
+    folder = make_checkpoint(tmp_path, **options)
+    status = call("models", command(folder, "openvino", tmp_path / "out"), monkeypatch)
+    assert_one_line(status, *capfd.readouterr(), ["'openvino' has no place", word, "--format"])
+
+
 def test_other_layers_are_numbered_as_each_engine_counts(tmp_path):
     folder = make_checkpoint(tmp_path, feature_layers=(1, 3, 7))
     export(folder, "sglang", tmp_path / "sglang")
@@ -272,15 +303,17 @@ def test_the_command_prints_the_files_and_how_to_launch(tmp_path, monkeypatch, c
         ("sglang", ["sglang.launch_server", "--speculative-algorithm EAGLE3"]),
         ("speculators", ["vllm serve", '"method": "eagle3"']),
         ("vllm", ["vllm serve", '"method": "eagle3"']),
+        ("openvino", ["python -m pipedraft.models.exchange.openvino_ir"]),
     ):
         out = tmp_path / layout
         assert call("models", command(folder, layout, out), monkeypatch) == 0
         *files, where, line = capfd.readouterr().out.splitlines()
-        engine = "SGLang" if layout == "sglang" else "vLLM"
+        engine = {"sglang": "SGLang", "openvino": "OpenVINO"}.get(layout, "vLLM")
         assert where.startswith(f"# where {engine} is installed")
         names = ("README.md", "config.json", "model.safetensors", "pipedraft.json")
         assert files == [str(out / name) for name in names]
-        for word in (*words, str(out), str(tmp_path / "target")):
+        served = [] if layout == "openvino" else [str(tmp_path / "target")]
+        for word in (*words, str(out), *served):
             assert word in line
     assert not list(tmp_path.glob(".*"))
 
