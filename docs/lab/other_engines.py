@@ -85,7 +85,7 @@ def write_prompts(path: Path) -> None:
     from pipedraft.models.target import load_tokenizer
 
     tokenizer, decode = load_tokenizer(TARGET), ours("float32", None)
-    tasks = load_tasks(["mt_bench", "gsm8k", "humaneval"], "data/eval", 2)
+    tasks = load_tasks(["mt_bench", "gsm8k", "humaneval"], None, 2)
     runs = []
     for prompt in [prompt for prompts in tasks.values() for prompt in prompts]:
         answers: list[str] = []
