@@ -16,6 +16,7 @@ from ..data_recipes.recipe import TokenizedData
 from ..errors import make_folder
 from ..files import locked, make_place, write_atomically
 from ..models.exchange.card import model_card
+from ..models.speed import cpu
 from ..models.target import check_packable, load_tokenizer
 from ..pretrained import load_config
 from .config import RunConfig
@@ -95,6 +96,8 @@ def build_trainer(
     started = time.monotonic()
     judgment = judge_launcher(run)
     accelerator = make_accelerator(run, judgment)
+    if accelerator.device.type == "cpu":
+        cpu.keep_freed_memory()
     if accelerator.is_main_process:
         for note in judgment.notes:
             print(note, file=sys.stderr)

@@ -1,11 +1,13 @@
 """Speed up torch functions on a CPU with the same results, and leave other devices alone.
 
-Call ``lay_out(module)`` once before decoding. Enter ``muon_in_float32`` around optimizer steps.
+Call ``lay_out(module)`` once before decoding, and ``keep_freed_memory`` once before training. Enter
+``muon_in_float32`` around optimizer steps.
 """
 
 # ... any leading axes, H and G columns, M and N rows, V vocabulary
 # W entries per block, K blocks per row
 
+import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 from math import gcd
@@ -90,7 +92,7 @@ def planned_accelerator() -> Iterator[None]:
         _is_planning = False
 
 
-def _is_cpu(device: torch.device) -> bool:
+def is_cpu(device: torch.device) -> bool:
     return device.type == "cpu" and not _is_planning
 
 
@@ -105,7 +107,7 @@ def argmax(x_NV: Tensor) -> Tensor:
     Find the first block with the largest maximum, then the first maximum within this block.
     """
     width = gcd(x_NV.shape[-1], 128)  # blocks must divide the row
-    if width < 8 or not _is_cpu(x_NV.device):
+    if width < 8 or not is_cpu(x_NV.device):
         return x_NV.argmax(-1)
     blocks_NKW = x_NV.unflatten(1, (-1, width))
     block_N = blocks_NKW.amax(-1).argmax(-1)
@@ -121,7 +123,26 @@ def chunk_bytes(most: int, device: torch.device) -> int:
 
     On a CPU a chunk fits the caches. So 3,040 rows of 16,384 logits take 1.1 s, not 1.7 s.
     """
-    return min(most, CACHED_BYTES) if _is_cpu(device) else most
+    return min(most, CACHED_BYTES) if is_cpu(device) else most
+
+
+# -- memory ----------------------------------------------------------------------------------
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # numbers from glibc's malloc.h
+LARGEST_IN_HEAP = 1 << 25  # bytes; glibc takes no more
+
+
+def keep_freed_memory() -> None:
+    """Let this process keep freed memory for its next tensors. Without glibc, change nothing.
+
+    By default glibc returns large freed tensors to the system. The next step gets them back page by
+    page, zeroed: up to a fifth of a small head's training time. The peak stays the same.
+    """
+    # musl and macOS have no mallopt
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(M_MMAP_THRESHOLD, LARGEST_IN_HEAP)
+        mallopt(M_TRIM_THRESHOLD, 2**31 - 1)  # bytes; the largest int
 
 
 # -- Muon -----------------------------------------------------------------------------------
