@@ -27,6 +27,7 @@ from ..pretrained import (
 )
 from .families import check_target
 from .speed import cpu, rounded
+from .speed.causal import multiplying
 from .speed.cuda_graphs import Graphs, TokenChoice, borrow_for, padded_rows
 from .stages import bitwise, stage_graphs
 from .stages.stage import Stage
@@ -360,7 +361,7 @@ def capture_hidden(
     no_rows = torch.empty(0, dtype=torch.long, device=input_ids_BT.device)
     packed, within = packed_call(decoder.config, input_ids_BT, lengths)
     # Use hooks: output_hidden_states would keep every layer's states.
-    with ExitStack() as hooks, within:
+    with ExitStack() as hooks, within, multiplying(input_ids_BT.device, lengths):
         for index in set(layers):
             module = decoder.layers[max(index - 1, 0)]
             hook = module.register_forward_hook if index else module.register_forward_pre_hook
