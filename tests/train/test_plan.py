@@ -60,8 +60,8 @@ def test_parameters_bytes_and_flops_are_those_of_the_real_networks(
     step, evaluation, flops = counted(trainer.objective, precision)
     assert sizes.step_bytes == pytest.approx(step.peak, rel=0.15)
     assert sizes.evaluation_bytes == pytest.approx(evaluation.peak, rel=0.15)
-    # Blocks of causal attention skip most future keys, which the plan counts.
-    assert sizes.flops == pytest.approx(flops, rel=0.06)
+    # On a CPU, blocks of causal attention skip future keys, which the plan counts.
+    assert -0.05 <= sizes.flops / flops - 1 <= 0.06
 
 
 def test_storages_are_counted_while_they_exist():
