@@ -84,10 +84,12 @@ def test_the_decoded_text_is_the_targets_greedy_text(trained, parent, tmp_path):
     arguments += ["--max-new-tokens", str(NEW_TOKENS)]
     out, err = run(parent, tmp_path, "pipedraft.inference", *arguments)
     assert out == greedy_text(trained) + "\n"
-    note, line = err.splitlines()
+    note, line, *more = err.splitlines()
     assert note.startswith("note: ") and note.endswith("best is used, the run's best head")
     assert line.startswith(f"[spd, n = {NUM_STAGES}] {NEW_TOKENS - 1} tokens after the first")
     assert "equivalent acceptance length" in line and "tokens/s" in line
+    (advice,) = more
+    assert advice.startswith("note: spd drafts for a pipeline: one process runs")
 
 
 # DESIGN.md, section 4.
@@ -200,7 +202,7 @@ def test_the_upload_holds_the_network_and_its_card_and_no_training_state(
     assert "equivalent_acceptance_length_T0" in card
     entries = [json.loads(line) for line in (trained.folder / "metrics.jsonl").open()]
     best = max(entry.get("valid/score", -math.inf) for entry in entries)
-    assert f"| score | {best:.4f} |" in card
+    assert f"| equivalent_acceptance_length_T0 | {best:.4f} |" in card
     # The uploaded files decode like the trained ones.
     arguments = ["--checkpoint", str(out), "--prompt", PROMPT, "--quiet"]
     arguments += ["--max-new-tokens", str(NEW_TOKENS)]

@@ -174,9 +174,11 @@ def test_freed_tensors_are_used_again_without_page_faults():
         "for _ in range(5): step()\n"
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)"
     )
-    faults = {
-        how: int(subprocess.run([sys.executable, "-c", code, how], capture_output=True).stdout)
-        for how in ("kept", "default")
-    }
-    assert faults["kept"] < 100
-    assert faults["default"] > 10_000, "the setting is of no use here"
+
+    def faults(how):
+        done = subprocess.run([sys.executable, "-c", code, how], capture_output=True)
+        return int(done.stdout)
+
+    assert faults("kept") < 100
+    # Something small and alive at the heap's end keeps it, too, so one process may show nothing.
+    assert any(faults("default") > 10_000 for _ in range(5)), "the setting is of no use here"
