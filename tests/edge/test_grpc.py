@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 from decode_runs import PROMPTS, greedy_reference
-from emulated_link import EmulatedLink
 from grpc_runs import TOKENIZER, decode, hold_passes, in_loop, lm_draft, make_target, serving
 from link_runs import simulate
 from msgspec.structs import replace
+from network_link import EmulatedLink
 from tiny_models import tiny_llama
 
 from pipedraft.eval.edge import methods

@@ -38,6 +38,9 @@ NOT_RUN = {
     "benchmarks/gpu_check.py": "needs a GPU; test_gpu_check.py runs it on a pretended one",
     "benchmarks/planted_faults.py": "runs vLLM, which is not installed here",
     "benchmarks/vllm_fill.py": "runs vLLM, which is not installed here",
+    "benchmarks/links.py": "needs root, and namespaces of the network",
+    "benchmarks/emulated_link.py": "needs root, and namespaces of the network",
+    "benchmarks/edge/links.py": "needs root, and namespaces of the network",
     "benchmarks/peer_logits.py": "runs beside packages that are not installed here",
     "benchmarks/peer_losses.py": "runs beside packages that are not installed here",
     "docs/lab/other_engines.py": "runs beside packages that are not installed here",
@@ -70,6 +73,8 @@ def runner_of(command: Command) -> str:
         return "test_peers.py"  # it makes heads in other projects' formats
     if command.module == "pipedraft.eval" and "--endpoint" in words:
         return "test_endpoint.py"  # it starts servers
+    if words[:2] == ["replay", "out/wall"]:
+        return "test_calibrate.py"  # of a run on several processes
     if command.module == "pipedraft.eval.audit":
         return "test_audit.py"  # it starts servers
     is_states_server = command.module == "pipedraft.train.features" and words[:1] == ["serve"]
@@ -304,7 +309,8 @@ def scaled(command: Command, stand_ins: dict[str, str] = STAND_INS) -> list[str]
     elif module == "pipedraft.eval" and first != "edge" and not first.startswith("-"):
         smaller = []  # reads an evaluation's files
     elif first == "edge" and module == "pipedraft.eval":
-        links = after(words, "--links").split(",")[0]
+        links = after(words, "--links")
+        links = links if links.startswith("rtt") else links.split(",")[0]
         smaller = ["--benchmarks=gsm8k", *SMALL_EVALUATION, f"--links={links}"]
     elif "--lengths" in words:
         smaller = [*smaller, "--lengths=64"]
