@@ -40,7 +40,6 @@ NOT_RUN = {
     "benchmarks/vllm_fill.py": "runs vLLM, which is not installed here",
     "benchmarks/links.py": "needs root, and namespaces of the network",
     "benchmarks/emulated_link.py": "needs root, and namespaces of the network",
-    "benchmarks/edge/links.py": "needs root, and namespaces of the network",
     "benchmarks/peer_logits.py": "runs beside packages that are not installed here",
     "benchmarks/peer_losses.py": "runs beside packages that are not installed here",
     "docs/lab/other_engines.py": "runs beside packages that are not installed here",
