@@ -110,7 +110,7 @@ class FillOptions(FewPromptsOptions):
     """starts of each engine, in turn, for the speed"""
     link_ms: float = option(0.0, metavar="MS", least=0)
     """latency of each link, for the speed"""
-    spin_s: float | None = option(None, metavar="S", least=0)
+    spin_s: float | None = option(None, metavar="S", least=0.001)
     """how long vLLM's processes spin for a message, for the speed; default: vLLM's 1 s"""
     drafts: tuple[str, ...] = option(("oracle", "ngram", "suffix", "head"), metavar="NAMES")
     """comma list of drafts for the speed"""
