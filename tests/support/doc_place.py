@@ -42,6 +42,7 @@ NOT_RUN = {
     "benchmarks/emulated_link.py": "needs root, and namespaces of the network",
     "benchmarks/peer_logits.py": "runs beside packages that are not installed here",
     "benchmarks/peer_losses.py": "runs beside packages that are not installed here",
+    "pipedraft.models.exchange.openvino_ir": "runs beside packages that are not installed here",
     "docs/lab/other_engines.py": "runs beside packages that are not installed here",
     "docs/lab/cpu_products.py": "times products of a real size",
 }
