@@ -1,7 +1,5 @@
 """Devices and dtypes: --device and --dtype."""
 
-import os
-import sys
 from typing import TypeVar
 
 import torch
@@ -32,11 +30,6 @@ def resolve_device(name: str, field: str = "--device") -> torch.device:
         raise ValueError(
             f"{field}: {name!r} cannot be used ({reason}); give cpu or leave it out"
         ) from error
-
-
-def load_average() -> float | None:
-    """Return the machine's load average over one minute; None on Windows, which has none."""
-    return None if sys.platform == "win32" else os.getloadavg()[0]
 
 
 def has_native_bf16(device: torch.device) -> bool:

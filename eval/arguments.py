@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
+from ..errors import UsageError
 from ..inference.arguments import (
     BackendOptions,
     Dtype,
@@ -261,3 +262,12 @@ class ParityOptions(FewPromptsOptions, PlaceOptions):
     draft tokens"""
     json: Path | None = option(None, metavar="FILE")
     """also write counts and findings to this file"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        given = {"--engine-python": self.engine_python, "--starts": self.starts}
+        for flag, value in given.items():
+            if self.engine is None and value not in (None, 1):
+                raise UsageError(
+                    f"{flag}: {str(value)!r} without --engine; name an engine, or leave it out"
+                )

@@ -19,6 +19,7 @@ from msgspec import UNSET, Meta, UnsetType
 from ..errors import UsageError
 from ..files import Values
 from ..inference.rules.filters import sampling_label
+from ..machine_load import is_busy
 
 MAX_BYTES = 2**29
 """Maximum file size, enough for 100,000s of prompts with ten methods."""
@@ -91,7 +92,7 @@ class WallClockRecord(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def is_busy(self) -> bool:
         """Return True if more processes wanted to run than the machine has cores."""
-        return bool(self.cores) and (self.load_average or 0.0) > 1.1 * (self.cores or 0)
+        return is_busy(self.load_average, self.cores)
 
 
 class ShapeRecord(msgspec.Struct, frozen=True, kw_only=True):

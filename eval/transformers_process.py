@@ -7,7 +7,6 @@ import importlib
 import json
 import sys
 from pathlib import Path
-from unittest.mock import patch
 
 GENERATOR = "DFlashTokenCandidateGenerator"
 
@@ -39,20 +38,20 @@ def decode(request):
     draft = transformers.AutoModel.from_pretrained(settings["model"], dtype=dtype)
     tokenizer = transformers.AutoTokenizer.from_pretrained(request["target"])
     rounds, lengths, runs, accepted = [], [], [], [0] * settings["num_speculative_tokens"]
-    num_drafts, generator = 0, noted(getattr(places, GENERATOR), rounds, lengths)
+    num_drafts = 0
+    setattr(places, GENERATOR, noted(getattr(places, GENERATOR), rounds, lengths))
     for prompt in request["prompts"]:
         rounds.clear()
         lengths.clear()
         ids = torch.tensor([prompt["prompt_ids"]])
-        with patch.object(places, GENERATOR, generator):
-            out = target.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=request["max_new_tokens"],
-                do_sample=False,
-                assistant_model=draft,
-                speculation_type="dflash",
-            )
+        out = target.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=request["max_new_tokens"],
+            do_sample=False,
+            assistant_model=draft,
+            speculation_type="dflash",
+        )
         rendered = None
         if tokenizer.chat_template:
             rendered = tokenizer.apply_chat_template(

@@ -11,6 +11,7 @@ from textwrap import TextWrapper
 from typing import ClassVar
 
 from ..endings import leave_at_interrupts, run_command
+from ..machine_load import is_busy
 from ..options import option
 
 if __name__ == "__main__":
@@ -145,7 +146,7 @@ def play(answers: list[DemoRun]) -> None:
 
 def run(options: DemoOptions) -> None:
     """Decode without and with the draft in turn, show both answers, and compare them."""
-    from ..devices import load_average
+    from ..machine_load import load_average
     from .auto_tree import FIRST
     from .command import encode, load_engine
     from .config import DecodeConfig
@@ -217,7 +218,7 @@ def reason(load: float | None, num_cores: int, measured: str | None) -> str:
         load: the machine's load average.
         measured: the choice of a shape; None if the user gave one.
     """
-    if load is not None and load > 1.1 * num_cores:
+    if is_busy(load, num_cores):
         return (
             f"the machine is busy (load average {load:.1f} on {num_cores} cores), and drafting "
             "needs its caches; when it is idle, try again: pipedraft demo"

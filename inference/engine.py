@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import torch
 from transformers import PreTrainedModel
 
-from ..devices import load_average
+from ..machine_load import load_average
 from ..models.heads.draft import Draft
 from ..models.heads.language_model import LanguageModelDraft
 from ..models.target import StagedTarget

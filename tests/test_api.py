@@ -388,7 +388,10 @@ def test_a_head_is_trained_in_a_loop_of_ones_own(method, fields, in_fp32, tmp_pa
         optimizer.step()
         optimizer.zero_grad()
     (packed,), (valid,) = new.batches(512, packing=True), new.batches(512, valid=True)
-    torch.testing.assert_close(new.loss(packed), new.loss(batch), rtol=1e-3, atol=0)
+    # SPD draws how far the pipeline is filled: other numbers in each call.
+    assert torch.equal(new.loss(batch), new.loss(batch)) == (method != "spd")
+    same = [new.loss(x, torch.Generator().manual_seed(1)) for x in (batch, packed)]
+    torch.testing.assert_close(*same, rtol=1e-3, atol=0)
     assert losses[2] < losses[0] and valid.ids_BT.shape[0] == len(new.data.valid)
     decoded = pipedraft.load(TARGET, draft=new.save(tmp_path / "head")).generate(
         "3?", max_new_tokens=8

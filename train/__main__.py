@@ -67,6 +67,8 @@ def take_overfit(arguments: list[str]) -> tuple[list[str], int | None]:
 def main() -> None:
     arguments, wants_plan = take_plan(sys.argv[1:])
     arguments, overfit_steps = take_overfit(arguments)
+    if wants_plan and overfit_steps is not None:
+        raise UsageError("--overfit-one: with --plan, which trains nothing; leave one of them out")
     run, model, resolved = parse_run(arguments, methods(), EXAMPLE)
     check_names({"target": run.target})
     for source in run.data.sources:

@@ -164,7 +164,7 @@ class FirstRejection(Observer):
 
 
 @dataclass(frozen=True)
-class Check:
+class Attempt:
     """One decoding of the conversation."""
 
     result: DecodeResult
@@ -205,25 +205,25 @@ def run_gate(run: RunConfig, model: "DataclassInstance", num_steps: int) -> str:
         loss = trainer.optimize([batch])["loss"]
         first_loss = first_loss or loss
         if step % every == 0 or step == num_steps:
-            check = _decode(trainer, step, loss)
-            if check.is_accepted:
-                return f"overfit-one: {check.figures(first_loss)}"
-    reason = _reason(trainer, check, first_loss)
-    raise Failure(f"overfit-one: only {check.figures(first_loss)}; {reason}")
+            attempt = _decode(trainer, step, loss)
+            if attempt.is_accepted:
+                return f"overfit-one: {attempt.figures(first_loss)}"
+    reason = _reason(trainer, attempt, first_loss)
+    raise Failure(f"overfit-one: only {attempt.figures(first_loss)}; {reason}")
 
 
-def _decode(trainer: Trainer, step: int, loss: float) -> Check:
+def _decode(trainer: Trainer, step: int, loss: float) -> Attempt:
     row = trainer.data.train[0]
     prompt = row["input_ids"][: row["loss_mask"].index(1)]
     weights = trainer.accelerator.get_state_dict(trainer.module)
     rejection = FirstRejection()
     (result,) = decode_prompts(trainer.objective, weights, [prompt], rejection)
-    return Check(result, rejection, step, loss)
+    return Attempt(result, rejection, step, loss)
 
 
-def _reason(trainer: Trainer, check: Check, first_loss: float) -> str:
+def _reason(trainer: Trainer, attempt: Attempt, first_loss: float) -> str:
     """Say which draft token is rejected, and what to look at."""
-    run, rejection = trainer.config, check.rejection
+    run, rejection = trainer.config, attempt.rejection
     tokenizer = load_tokenizer_of(run)
     drafted, wanted = (
         repr(tokenizer.decode(ids)) for ids in (rejection.drafted[:1], [rejection.wanted])
@@ -237,9 +237,9 @@ def _reason(trainer: Trainer, check: Check, first_loss: float) -> str:
             "in training it predicts every token, so training and decoding differ: train a few "
             "steps, then run pipedraft eval parity on the checkpoint"
         )
-    if check.loss > first_loss / 2:
+    if attempt.loss > first_loss / 2:
         return where + f"the loss hardly falls: give another --optim.lr (now {run.optim.lr:g})"
     return where + (
         f"in training it predicts {rates[0]:.0%} of the tokens: give more steps "
-        f"(--overfit-one {2 * check.step}) or a higher --optim.lr (now {run.optim.lr:g})"
+        f"(--overfit-one {2 * attempt.step}) or a higher --optim.lr (now {run.optim.lr:g})"
     )

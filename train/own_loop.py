@@ -1,7 +1,7 @@
 """A new head with its loss and its batches, for a training loop of the user's own."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -25,6 +25,9 @@ class NewHead:
     """Tokenized rows: ``train``, ``valid`` and their ``report``."""
     pad_id: int
     seed: int = 0
+    """Of the batches' order."""
+    generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0))
+    """Random numbers for losses that draw some, such as SPD's fills and DFlash's anchors."""
 
     def batches(
         self, tokens: int, *, epoch: int = 0, packing: bool = False, valid: bool = False
@@ -48,11 +51,9 @@ class NewHead:
         """Return the mean loss per supervised token, a differentiable scalar.
 
         Args:
-            generator: for methods that draw random numbers, such as DFlash's anchors. None: a new
-                one with the head's seed.
+            generator: None: the head's own, which gives other numbers in each call.
         """
-        generator = generator or torch.Generator().manual_seed(self.seed)
-        output = self.objective(batch, generator)
+        output = self.objective(batch, generator or self.generator)
         return output.loss / output.counted.clamp_min(1)
 
     def save(self, folder: str | Path) -> Path:

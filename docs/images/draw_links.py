@@ -17,7 +17,7 @@ from picture_files import write_pictures
 from pipedraft.eval.edge.methods import TIMES
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.diagram import Diagram
-from pipedraft.inference.edge.channel import Channel, Link, Sent
+from pipedraft.inference.edge.channel import Channel, Link, Transmission
 from pipedraft.inference.edge.engine import LinkEngine
 from pipedraft.inference.edge.pipeline import Estimates, RemoteTarget
 from pipedraft.inference.edge.session_messages import (
@@ -72,7 +72,7 @@ class RecordingChannel(Channel):
         super().__init__(link, seed=0)
         self.messages: list[Message] = []
 
-    def send(self, now_s: float, num_bytes: int, direction: Any) -> Sent:
+    def send(self, now_s: float, num_bytes: int, direction: Any) -> Transmission:
         sent = super().send(now_s, num_bytes, direction)
         self.messages.append(Message(now_s, sent.arrival_s, direction == "up", num_bytes))
         return sent

@@ -193,7 +193,7 @@ class Traffic:
 
 
 @dataclass(kw_only=True, eq=False)
-class Sent:
+class Transmission:
     """A message on its way. A later one may reveal its loss, and so let it arrive earlier."""
 
     arrival_s: float = 0.0
@@ -213,7 +213,7 @@ class _Lane(Traffic):
     bytes_per_s: Steps
     random: np.random.Generator
     free_s: float = 0.0
-    flying: list[Sent] = field(default_factory=list)
+    flying: list[Transmission] = field(default_factory=list)
     delivered_s: float = 0.0
     """Arrival of the newest message that flies no more."""
 
@@ -278,7 +278,7 @@ class Channel:
         """Send a message as ``send`` does, and return its arrival time if no other one follows."""
         return self.send(now_s, num_bytes, direction).arrival_s
 
-    def send(self, now_s: float, num_bytes: int, direction: Direction) -> Sent:
+    def send(self, now_s: float, num_bytes: int, direction: Direction) -> Transmission:
         """Send a message. For each direction, call this in sending order.
 
         A message waits until the one before it has left. It is delivered after the one before it.
@@ -294,7 +294,7 @@ class Channel:
         sizes = [PACKET_BYTES] * full + [rest] * (rest > 0)
         lane.messages += 1
         lane.payload_bytes += num_bytes
-        start_s, num_timeouts, sent = max(now_s, lane.free_s), 0, Sent()
+        start_s, num_timeouts, sent = max(now_s, lane.free_s), 0, Transmission()
         while True:
             end_s = lane.bytes_per_s.reach(start_s, sum(sizes))
             lane.wire_bytes += sum(sizes)

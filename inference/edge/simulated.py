@@ -15,7 +15,7 @@ import numpy as np
 
 from ...errors import check_ranges
 from . import session_messages as messages
-from .channel import Channel, Direction, Link, LinkEstimate, LinkState, Sent
+from .channel import Channel, Direction, Link, LinkEstimate, LinkState, Transmission
 from .draft_length import Estimates
 from .pipeline import LinkedPipeline, RemoteTarget
 from .session_messages import REPLIES, REQUESTS, Open, Reply, Request, Settings
@@ -61,7 +61,7 @@ _Event = tuple[float, int, Callable[[], None]]
 
 @dataclass
 class _Flying:
-    sent: Sent
+    sent: Transmission
     event: _Event
 
 

@@ -447,3 +447,34 @@ def test_settings_that_contradict_each_other_are_refused():
     for name in ("picospec", "edge_only"):
         with pytest.raises(ValueError, match="give --checkpoint"):
             decode(METHODS[name], simulation, [1], prompt_index=0)
+
+
+def test_messages_are_delivered_when_a_later_one_lets_them_arrive(monkeypatch):
+    """Some arrive earlier than it was expected when they were sent, and none overtakes another."""
+    expected, delivered = {}, []
+    transmit = SimulatedPipeline._transmit
+
+    def recorded(self, num_bytes, direction, deliver):
+        flying = self._flying[direction]
+
+        def noted():
+            delivered.append((place, self._now_s))
+            assert self._now_s == sent.arrival_s
+            deliver()
+
+        transmit(self, num_bytes, direction, noted)
+        place, sent = (direction, len(expected)), flying[-1].sent
+        expected[place] = sent.arrival_s
+
+    monkeypatch.setattr(SimulatedPipeline, "_transmit", recorded)
+    link = Link.constant(up_mbps=10, rtt_ms=150, loss=0.2)
+    prompt, length = PROMPTS[0], 60
+    source = BernoulliSource(prompt, 0.9)
+    options = {"plan": "picospec", "link": link, "max_new_tokens": length}
+    result, _ = run_session(SharedTarget(SMALL), source, prompt, **options)
+    assert result.token_ids == greedy_text(SMALL, tuple(prompt), length)
+    for direction in ("up", "down"):
+        order = [place for place, _ in delivered if place[0] == direction]
+        assert order == sorted(order)
+    assert all(time_s <= expected[place] for place, time_s in delivered)
+    assert any(time_s < expected[place] - 0.01 for place, time_s in delivered)

@@ -148,3 +148,9 @@ def test_the_answer_is_the_targets_own_and_the_clearest(world, monkeypatch):
     assert overfit.clearest(target, prompts) == (prompts[first], answers[first])
     monkeypatch.setattr(overfit, "LEAST_TOKENS", 33)
     assert overfit.clearest(target, prompts) == ([], [])
+
+
+def test_a_plan_overfits_nothing(tmp_path, monkeypatch, capsys):
+    arguments = gate("spd", tmp_path, "--overfit-one", "--plan")
+    status, said = failure(arguments, monkeypatch, capsys)
+    assert status == 2 and said.startswith("error: --overfit-one: with --plan")

@@ -10,7 +10,7 @@ import torch
 from ...files import packaged
 from ..plan import ASSUMED_UTILIZATION, Plan, RunSizes
 from .machine import Machine
-from .options import STAGED, NewOptions
+from .options import NewOptions
 from .recipe import Recipe, Size
 from .rows import Lengths
 
@@ -73,12 +73,7 @@ class Work:
         return shlex.join([*start, str(self.machine.num_gpus), "-m", "pipedraft.train", *words])
 
     def evaluate(self) -> str:
-        method = self.options.method
         words = ["pipedraft", "eval", "--checkpoint", str(run_of(self.recipe))]
-        if method not in STAGED:
-            # docs/choose.md. A block's draft tokens all come from one forward pass.
-            tree = "chain:7" if method in ("dflash", "dspark") else "chain:3"
-            words += ["--schedule", "eagle", "--stages", "1", "--tree", tree]
         words += ["--benchmarks", "mt_bench,gsm8k,humaneval", "--limit", str(self.num_prompts)]
         words += ["--dtype", "auto"] * bool(self.machine.num_gpus)
         results = self.recipe.with_name(f"{self.recipe.stem}_eval")
