@@ -3,8 +3,8 @@
     python benchmarks/emulated_link.py --rtt 60 --up 10 --down 50 --loss 0.005
     ip netns exec pdlink_a ping 10.88.0.2              # in another terminal: 60 ms
 
-Every packet between the namespaces passes this process, which delays, limits or drops it. Packets
-stay in order. Each line of JSON on standard input changes the link; the process ends on SIGTERM,
+This process carries every packet between the namespaces, and delays, limits or drops it. Packets
+stay in order. Each JSON line on standard input changes the link. The process ends on SIGTERM,
 Ctrl-C, or with its input, and then removes the namespaces. Keys:
 
     rtt         round trip, ms; each direction gets half
@@ -35,7 +35,7 @@ from typing import Any, Self
 ADDRESSES = ("10.88.0.1", "10.88.0.2")
 SET_INTERFACE, IP_PACKETS, NO_HEADER = 0x400454CA, 1, 0x1000  # TUNSETIFF, IFF_TUN, IFF_NO_PI
 QUEUE_BYTES = 512 * 1024
-"""Bytes that wait for a limited rate; what does not fit is lost, as in a router."""
+"""Queue for a limited rate in bytes; when it is full, packets are lost, as in a router."""
 PACKET_BYTES = 65536
 BATCH = 64
 """Packets read before arrivals are delivered again."""
@@ -43,7 +43,7 @@ DEFAULTS = {"rtt": 0.0, "jitter": 0.0, "loss": 0.0, "up": 0.0, "down": 0.0, "mod
 
 
 class EmulatedLink:
-    """The two namespaces and their link, as a process of its own. A context manager."""
+    """Both namespaces and their link in a separate process. A context manager."""
 
     def __init__(self, name: str = "pdlink", sysctls: Sequence[str] = ()) -> None:
         """``sysctls``: kernel settings of both namespaces, as NAME=VALUE."""
@@ -67,7 +67,7 @@ class EmulatedLink:
         self._process.wait(20)
 
     def set(self, **settings: Any) -> None:
-        """Change the link. Settings that are left out take their defaults."""
+        """Change the link. Missing settings take their defaults."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(settings) + "\n")
@@ -90,7 +90,7 @@ def run(*words: str) -> None:
 
 
 def open_interface(name: str, namespace: str, address: str, sysctls: Sequence[str]) -> int:
-    """Create a namespace with one interface, whose packets this process reads and writes."""
+    """Create a namespace with one interface. Its packets go through the returned descriptor."""
     descriptor = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
     request = struct.pack("16sH", name.encode(), IP_PACKETS | NO_HEADER)
     fcntl.ioctl(descriptor, SET_INTERFACE, request)

@@ -4,17 +4,17 @@
     python benchmarks/links.py --only pipeline --stages 4 --rtt 60,150 --out out/links
     python benchmarks/links.py --only breaks,exits,edge --json --out out/links
 
-Ranks of one launch are alternately in two network namespaces, so every link between stages crosses
-the emulated link (emulated_link.py). Every launch is a command as in docs/pipeline.md. Parts:
+A launch's ranks alternate between two network namespaces, so every stage-to-stage message crosses
+the emulated link (emulated_link.py). Launches use the commands in docs/pipeline.md. Parts:
 
 pipeline    Decodes with every schedule, outputs compared with transformers. The cost model is
-            fitted without a network (--calibrate), then gets the round trip's half for each link.
+            fitted without a network (--calibrate), then gets half the round trip for each link.
             S and ms are medians over --repeats.
 exits       --launches launches at 150 ms: statuses, seconds from the answer to the last exit.
 breaks      Stalls, outages, a killed rank, and a namespace that is cut, at a round trip of 60 ms. A
             rank may end with 0 and the same output, or all end within 10 s of noticing, with a
             line.
-edge        edge/links.py, which has an own description.
+edge        See edge/links.py.
 
 Everything is kept in --out, and is not measured again. The last line of --json has:
 
@@ -51,7 +51,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PARTS = ("pipeline", "exits", "breaks", "edge")
 PORT = 29500
 SPD_STAGES = 4
-"""Stages of the SPD head that ships."""
+"""The shipped SPD head's stages."""
 FAMILIES = {
     "spd": ("assets/heads/spd_n4", "spd,ppsd", ("--tree-width", "1")),
     "eagle3": (
@@ -60,7 +60,7 @@ FAMILIES = {
         ("--tree", "dynamic:4:4:12", "--tree-width", "4"),
     ),
 }
-"""Checkpoint, schedules and draft shapes; one launch decodes with all of them."""
+"""Checkpoint, schedules and draft shapes; one launch decodes with all."""
 PROMPT = "Write a Python function that returns the sum of a list."
 NOTICE_S = 10
 """Seconds for all ranks to end once one has noticed a failure, as docs/pipeline.md promises."""
@@ -70,7 +70,7 @@ SILENCE_S = 7
 
 @dataclass
 class Launch:
-    """One command on several ranks, every second one on the other side of the link."""
+    """One command on several ranks, alternating between the link's sides."""
 
     link: EmulatedLink | None
     num_ranks: int
@@ -106,7 +106,7 @@ class Launch:
         return self
 
     def wait(self, limit_s: float) -> list[int | None]:
-        """Return the ranks' statuses, None for one that had to be killed after ``limit_s``."""
+        """Return the ranks' statuses; None: killed after ``limit_s``."""
         end_s = time.monotonic() + limit_s
         for child in self.started:
             with suppress(subprocess.TimeoutExpired):

@@ -172,7 +172,7 @@ class _Target:
     connect: Callable[[StagedTarget], Pipeline]
     boundaries: tuple[int, ...]
     num_stages: int
-    """Number of stages for drafts that were trained for none."""
+    """Default number of stages, if the draft's training fixed none."""
     in_processes: bool = False
 
 
@@ -189,7 +189,7 @@ def _load_target(
 
     Args:
         trained: the drafts' descriptions, with stages and boundaries.
-        usual: number of stages in this process, for drafts that were trained for none.
+        usual: default number of stages in this process, if a draft's training fixed none.
     """
     device = place_of(options, cluster)
     dtype = resolve_dtype(options.dtype, device, name, revision)
@@ -230,14 +230,14 @@ def _check_stages(wanted: int | None, drafts: Mapping[Path, Values]) -> None:
 
 
 def _usual_stages(place: TargetOptions, way: MethodOptions, cost: CostModel) -> int:
-    """Return the number of stages for drafts that were trained for none."""
+    """Return the default number of stages, if a draft's training fixed none."""
     # One device, unless the user asks for a pipeline's schedule or cut.
     usual = 4 if way.schedule or place.boundaries else 1
     return place.stages or len(cost.stages) or len(place.boundaries[1:]) or usual
 
 
 def _claim_folder(options: OutputOptions, config: Values, held: ExitStack) -> None:
-    """Create and lock the output folder. Refuse a folder that contains another evaluation."""
+    """Create and lock the output folder. Refuse another evaluation's folder."""
     if options.calibrate is not None:
         make_place("--calibrate", options.calibrate, b'{\n  "row": ')
     make_folder("--out", options.out)
@@ -264,9 +264,9 @@ class Outcome:
     """What an evaluation has made."""
 
     entries: list[RunRecord]
-    """Table lines, the baseline first; none for a share of the prompts."""
+    """Table lines, the baseline first; empty if only a share is decoded."""
     text: str
-    """The table, and the names of the files."""
+    """Table and file names."""
 
 
 def evaluate_drafts(
@@ -277,7 +277,7 @@ def evaluate_drafts(
     Args:
         argv: the call, for the manifest.
         held: this function adds the output folder's lock to it.
-        cluster: the ranks that decode. None runs everything in this process.
+        cluster: decoding ranks. None runs everything in this process.
     """
     quieten()
     named, place = options.part(DraftsOptions), options.part(TargetOptions)

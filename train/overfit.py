@@ -2,8 +2,8 @@
 
     pipedraft train --config configs/eagle/tiny_eagle3.yaml --overfit-one
 
-A head that cannot learn one answer by heart has a fault that more data would only hide: in the
-target's states, the labels, the optimizer, or between training and decoding.
+If a head cannot learn one answer by heart, something is wrong, and more data would only hide it:
+the target's states, the labels, the optimizer, or a difference between training and decoding.
 """
 
 import os
@@ -41,16 +41,16 @@ CANDIDATES = 16
 LEAST_TOKENS = 16
 """Minimum length of an answer."""
 CLEAR = 0.5
-"""Minimum difference of the two highest logits. Rounding to bfloat16 in training may swap nearer
-ones, and the head would learn another token than the target writes in decoding."""
+"""Minimum gap between the two highest logits. In training, bfloat16 rounding may swap closer ones,
+and the head would learn another token than the target decodes."""
 DOCUMENT_PROMPT = 16
-"""Tokens of a text without roles that serve as the prompt."""
+"""For a text without roles, use this many tokens as the prompt."""
 NUM_CHECKS = 10
-"""Decodings in a run that is never accepted wholly."""
+"""Decoding attempts, if none is accepted wholly."""
 
 
 def check_gate(run: RunConfig) -> None:
-    """Raise UsageError for a run in which this process does not hold the whole target."""
+    """Raise UsageError if this process does not hold the whole target."""
     if run.features is not None:
         raise UsageError(
             f"features: {run.features!r} with --overfit-one, which decodes with the whole target; "
@@ -77,7 +77,7 @@ def one_conversation(
     Not the data's answer: in decoding the head continues what the target itself writes.
 
     Raises:
-        ValueError: no row has a prompt that the target answers with enough tokens.
+        ValueError: the target answers no prompt with enough tokens.
     """
     room = context_length(target.config)
     rows = _with_prompts(usable_rows(run.data, tokenizer))
@@ -97,7 +97,7 @@ def one_conversation(
 
 
 def _with_prompts(rows: Iterator[Values]) -> Iterator[Values]:
-    """Let a row that begins with a supervised token, as documents do, begin with a prompt."""
+    """Give rows a prompt if they begin with a supervised token, as documents do."""
     for row in rows:
         mask = row["loss_mask"]
         if mask[0]:
@@ -127,7 +127,7 @@ def clearest(target: PreTrainedModel, prompts: list[list[int]]) -> tuple[list[in
 
 @torch.inference_mode()
 def margin(target: PreTrainedModel, prompt: list[int], answer: list[int]) -> float:
-    """Return the smallest difference of the two highest logits, over the answer's tokens."""
+    """Return the smallest gap between the two highest logits over the answer's tokens."""
     ids_BT = torch.tensor([[*prompt, *answer]]).to(target.device)
     # The last token's logits are for a token behind the answer.
     logits_TV = target(ids_BT, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
@@ -144,7 +144,7 @@ class FirstRejection(Observer):
     def __init__(self) -> None:
         self.num_tokens = 0
         self.place = 0
-        """Number of the token in the answer, from 1; 0: nothing was rejected."""
+        """The token's number in the answer, from 1; 0: nothing was rejected."""
         self.drafted: list[int] = []
         self.wanted = -1
 
@@ -165,7 +165,7 @@ class FirstRejection(Observer):
 
 @dataclass(frozen=True)
 class Attempt:
-    """One decoding of the conversation."""
+    """One decoding attempt."""
 
     result: DecodeResult
     rejection: FirstRejection

@@ -1,8 +1,8 @@
-"""Compute causal attention in bfloat16 on a CPU by matrix products of blocks.
+"""Compute causal attention in bfloat16 on a CPU with blockwise matrix products.
 
-torch's fused kernel for CPUs is much slower than its bfloat16 products. A block of query rows needs
-two of these, for scores and values. A target's pass takes 0.87 times as long with rows of 125
-tokens, 0.77 times with 250, and 0.66 times with 500.
+torch's fused CPU kernel is much slower than its bfloat16 products. Each block needs two products:
+scores and values. With 125-token rows a target pass takes 0.87 times as long, with 250 tokens 0.77
+times, with 500 tokens 0.66 times.
 """
 
 # B batch, T positions, N query heads, J key heads, G query heads per key head, D head size,
@@ -19,11 +19,11 @@ from . import cpu
 from .attending import attending_by, masked
 
 BLOCK_ROWS = 128
-"""Query rows per block; 64 and 256 took 2 and 5 % longer for a target's pass over 250 tokens."""
+"""Query rows per block; 64 and 256 made a 250-token target pass 2 and 5 % slower."""
 
 
 def multiplies(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return True for bfloat16 on a CPU that multiplies it natively."""
+    """Return True for bfloat16 on a CPU with native bfloat16 products."""
     is_native = cpu.is_cpu(device) and torch.cpu._is_avx512_bf16_supported()
     return is_native and dtype == torch.bfloat16
 
@@ -31,9 +31,9 @@ def multiplies(device: torch.device, dtype: torch.dtype) -> bool:
 def multiplying(
     device: torch.device, lengths: Sequence[int] | None
 ) -> AbstractContextManager[None]:
-    """Context in which transformers' causal attention without a mask runs on bfloat16 products.
+    """Run transformers' unmasked causal attention on bfloat16 products inside this context.
 
-    It changes nothing unless autocast has bfloat16 on a CPU that multiplies it natively.
+    Without bfloat16 autocast, or without native products, it changes nothing.
 
     Args:
         lengths: document lengths in a packed row. Each document then sees only itself.
@@ -65,9 +65,9 @@ def multiplying(
 def causal(
     query_BNTD: Tensor, keys_BJTD: Tensor, values_BJTD: Tensor, scale: float | None = None
 ) -> Tensor:
-    """Return causal attention [B, N, T, D], in the inputs' dtype. N may be a multiple of J.
+    """Return causal attention [B, N, T, D] in the inputs' dtype. N may be a multiple of J.
 
-    Scores and probabilities are rounded to this dtype, as torch's unfused attention rounds them.
+    Scores and probabilities are rounded to this dtype, as in torch's unfused attention.
     """
     outs, by_head = [], (query_BNTD.shape[1] // keys_BJTD.shape[1], -1)
     for rows, scores_BJRC in _blocks(query_BNTD, keys_BJTD, scale):
@@ -79,9 +79,9 @@ def causal(
 def _blocks(
     query_BNTD: Tensor, keys_BJTD: Tensor, scale: float | None
 ) -> Iterator[tuple[slice, Tensor]]:
-    """Yield blocks of positions, and their scores [B, J, G R, C].
+    """Yield position blocks with their scores [B, J, G R, C].
 
-    All query heads of a key head are rows of one product. Future positions' scores are -inf.
+    A key head's query heads become rows in one product. Future positions get the score -inf.
     """
     T, J = query_BNTD.shape[2], keys_BJTD.shape[1]
     scale = query_BNTD.shape[-1] ** -0.5 if scale is None else scale

@@ -17,6 +17,8 @@ from tiny_drafts import make_head
 from tiny_models import REPOSITORY, byte_tokenizer, tiny_llama, write_rows
 
 from pipedraft.endings import run_command
+from pipedraft.errors import UsageError
+from pipedraft.eval.arguments import ParityOptions
 from pipedraft.eval.openvino_process import rounds_of
 from pipedraft.eval.parity_rows import Decoding
 from pipedraft.eval.tasks import encode_turn, load_tasks
@@ -187,6 +189,12 @@ def test_starts_that_accept_fewer_are_counted(parity, place):
         assert json.loads((place / "asked.json").read_text())["starts"] == 3
     found, out, err = parity(place / "eagle3", "--starts", 3)
     assert_one_line(found, out, err, ["--starts: 3", "openvino", "vllm"])
+
+
+@pytest.mark.parametrize("words", [("--starts", "3"), ("--engine-python", "bin/python")])
+def test_an_engines_options_without_an_engine_are_refused(words):
+    with pytest.raises(UsageError, match=f"{words[0]}: '{words[1]}' without --engine"):
+        ParityOptions.read(["--checkpoint", "head", *words])
 
 
 def test_openvinos_rounds_are_read_off_its_steps():
