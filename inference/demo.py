@@ -11,7 +11,6 @@ from textwrap import TextWrapper
 from typing import ClassVar
 
 from ..endings import leave_at_interrupts, run_command
-from ..machine_load import is_busy
 from ..options import option
 
 if __name__ == "__main__":
@@ -218,6 +217,8 @@ def reason(load: float | None, num_cores: int, measured: str | None) -> str:
         load: the machine's load average.
         measured: the choice of a shape; None if the user gave one.
     """
+    from ..machine_load import is_busy
+
     if is_busy(load, num_cores):
         return (
             f"the machine is busy (load average {load:.1f} on {num_cores} cores), and drafting "

@@ -202,7 +202,7 @@ def after(words: list[str], option: str, default: str = "") -> str:
 def output_of(words: list[str]) -> str:
     """Return a training command's output folder."""
     own = yaml.safe_load((REPOSITORY / words[1]).read_text())["output_dir"]
-    return after(words, "--output_dir", own)
+    return after(words, "--output_dir", after(words, "--out", own))
 
 
 def started_from(words: list[str]) -> list[str]:
