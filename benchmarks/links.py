@@ -19,6 +19,7 @@ edge        See edge/links.py.
 Everything is kept in --out, and is not measured again. The last line of --json has:
 
 spd_over_model  measured S of SPD (n = 4) over the modeled one, the worse of 60 and 150 ms
+lowest_s        the lowest measured S in the table
 different       outputs that differ from transformers'
 bad_exits       launches that did not end as they should
 """
@@ -156,6 +157,7 @@ def eval_words(args: argparse.Namespace, family: str, stages: int, out: Path) ->
         *("--stages", str(stages), "--benchmarks", "gsm8k", "--limit", "1"),
         *("--max-new-tokens", str(args.tokens), "--repeats", str(args.repeats)),
         *("--backend", "process", "--out", str(out)),
+        *(("--never-slower",) if args.never_slower else ()),
     ]
 
 
@@ -384,6 +386,7 @@ def main() -> None:
     add("--launches", type=int, default=20, help="for exits")
     add("--break-tokens", type=int, default=160)
     add("--limit-s", type=float, default=900, help="for one launch")
+    add("--never-slower", action="store_true", help="decode with eval's gate, for pipeline")
     add("--sysctl", action="append", default=[], help="kernel setting of both namespaces")
     add("--out", type=Path, required=True)
     add("--json", action="store_true", help="no progress; a line of JSON at the end")
@@ -407,6 +410,7 @@ def main() -> None:
                 if one["method"] == "spd" and one["rtt"] in (60, 150)
             ]
             outcome["spd_over_model"] = min(spd, default=None)
+            outcome["lowest_s"] = min((one["S"] for one in records if "S" in one), default=None)
         if "exits" in parts:
             exits = measure_exits(args, link)
             texts = {one["output"] for one in exits}

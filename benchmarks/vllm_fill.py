@@ -19,7 +19,9 @@ speed: both in turn on a target --depth times as deep as SmolLM2, with the same 
 
 The last line has ``different`` (outputs that differ), ``steps_over_formula`` (counted steps over N
 (1 + (n - 1)(1 - a)) at the counted acceptance a), ``speedup_oracle`` (tokens/s over plain vLLM's,
-with guesses right at --rate), ``speedup_best_draft`` and ``law_p``, the smallest p-value.
+with guesses right at --rate), ``speedup_best_draft``, ``gain_of_second_request`` (two requests in
+plain vLLM over one: 2 if both stages compute as fast together as alone) and ``law_p``, the smallest
+p-value.
 """
 
 import json
@@ -447,6 +449,19 @@ def deep_target(options: FillOptions) -> Path:
     return folder
 
 
+def gain_of_second_request(engine: Engine, prompt: list[int], settings: dict[str, Any]) -> float:
+    """Return plain vLLM's tokens/s with two requests over one: what a filled pipeline can gain.
+
+    A step takes at most one prompt's tokens, so the requests prefill in steps of their own, and
+    then decode in turn, each on the stage that the other one leaves free.
+    """
+    alone = greedy([prompt], engine.options.max_new_tokens)
+    both = greedy([prompt] * 2, engine.options.max_new_tokens, is_together=True)
+    settings = settings | {"max_num_batched_tokens": len(prompt), "enable_prefix_caching": False}
+    one, two = engine.decode([alone, both], draft=None, **settings)
+    return 2 * one["seconds"] / two["seconds"]
+
+
 def speed(engine: Engine, prompts: list[list[int]], found: Comparison) -> None:
     """Time plain vLLM and every draft in turn, each in a new engine."""
     options = engine.options
@@ -465,6 +480,7 @@ def speed(engine: Engine, prompts: list[list[int]], found: Comparison) -> None:
         raise ValueError(f"--drafts: {unknown.pop()!r} is unknown; give some of {','.join(known)}")
     drafts = {"plain": None} | {name: known[name] for name in known if name in options.drafts}
     rates: dict[str, list[float]] = {name: [] for name in drafts}
+    ceilings: list[float] = []
     for repeat in range(options.repeats):
         for name in drafts:
             if is_linked:
@@ -472,6 +488,8 @@ def speed(engine: Engine, prompts: list[list[int]], found: Comparison) -> None:
                 settings["scheduler_cls"] = f"vllm_link.Linked{kind}Scheduler"
             (answer,) = engine.decode([batch], draft=drafts[name], **settings)
             rates[name].append(num_tokens_of(answer) / answer["seconds"])
+            if name == "plain":
+                ceilings.append(gain_of_second_request(engine, prompts[0], settings))
             if repeat:
                 continue
             if name == "plain":
@@ -489,6 +507,7 @@ def speed(engine: Engine, prompts: list[list[int]], found: Comparison) -> None:
     real = [gain for name, gain in gains.items() if name not in ("plain", "oracle")]
     found.figures["speedup_oracle"] = round(gains["oracle"], 3) if "oracle" in gains else None
     found.figures["speedup_best_draft"] = round(max(real), 3) if real else None
+    found.figures["gain_of_second_request"] = round(statistics.median(ceilings), 3)
     found.figures["step_ms"] = round(1000 / medians["plain"] / 2, 1)
 
 
