@@ -192,10 +192,16 @@ class Edge:
         config = DecodeConfig.of(schedule, num_stages=1, max_new_tokens=self.args.tokens)
         access = Access(server=f"{ADDRESSES[1]}:{PORT}", give_up_s=GIVE_UP_S)
         found, warnings, reopened, messages = [], list[str](), 0, 0
-        took_s: list[tuple[float, float]] = []
+        draft_s, verify_s = list[float](), list[float]()
+
+        class Watched(RemotePipeline):
+            def drafted(self, num_tokens: int, started_s: float) -> None:
+                draft_s.append(self.now() - started_s)
+                super().drafted(num_tokens, started_s)
+
         for _ in range(job["repeats"]):
             with Connection(access) as connection:
-                pipeline = RemotePipeline(
+                pipeline = Watched(
                     connection,
                     LocalDraft(network=self.draft) if drafts else None,
                     keeps_drafting=True,
@@ -209,15 +215,14 @@ class Edge:
                     return {"failed": f"{type(error).__name__}: {error}", "warnings": warnings}
                 reopened += pipeline.num_reopened
                 messages += connection.up.messages
-                took_s.append((pipeline.estimates.draft_s, pipeline.estimates.verify_s))
-        spoken = {"warnings": warnings, "reopened": reopened, "messages": messages}
-        spoken |= dict(
-            zip(
-                ("draft_s", "verify_s"),
-                map(statistics.median, zip(*took_s, strict=True)),
-                strict=True,
-            )
-        )
+                verify_s.append(pipeline.estimates.verify_s)
+        spoken = {
+            "warnings": warnings,
+            "reopened": reopened,
+            "messages": messages,
+            "draft_s": statistics.mean(draft_s) if draft_s else 0.0,
+            "verify_s": statistics.median(verify_s),
+        }
         return self.record(found) | spoken
 
     def record(self, found: list[Any]) -> dict[str, Any]:
