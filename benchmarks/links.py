@@ -3,6 +3,7 @@
     python benchmarks/links.py --out out/links               # root: it makes two network namespaces
     python benchmarks/links.py --only pipeline --stages 4 --rtt 60,150 --out out/links
     python benchmarks/links.py --only breaks,exits,edge --json --out out/links
+    python benchmarks/links.py --only pipeline --checkpoint out/mine --schedules spd --out out/mine
 
 A launch's ranks alternate between two network namespaces, so every stage-to-stage message crosses
 the emulated link (emulated_link.py). Launches use the commands in docs/pipeline.md. Parts:
@@ -150,8 +151,15 @@ class Launch:
 # -- what the schedules take ----------------------------------------------------------------------
 
 
+def families(args: argparse.Namespace) -> dict[str, tuple[str, str, tuple[str, ...]]]:
+    """Return the shipped heads, or the user's own."""
+    if args.checkpoint is None:
+        return FAMILIES
+    return {"own": (args.checkpoint, args.schedules, tuple(args.shape.split()))}
+
+
 def eval_words(args: argparse.Namespace, family: str, stages: int, out: Path) -> list[str]:
-    head, schedules, shape = FAMILIES[family]
+    head, schedules, shape = families(args)[family]
     return [
         *("-m", "pipedraft.eval", "--checkpoint", head, "--schedule", schedules, *shape),
         *("--stages", str(stages), "--benchmarks", "gsm8k", "--limit", "1"),
@@ -197,7 +205,7 @@ def measure_pipeline(args: argparse.Namespace, link: EmulatedLink) -> list[dict[
     """Return a record for each schedule, number of stages and round trip."""
     records = []
     for stages in args.stages:
-        for family in FAMILIES:
+        for family in families(args):
             if family == "spd" and stages != SPD_STAGES:
                 continue
             cost, pass_ms = calibrated(args, family, stages)
@@ -386,6 +394,9 @@ def main() -> None:
     add("--launches", type=int, default=20, help="for exits")
     add("--break-tokens", type=int, default=160)
     add("--limit-s", type=float, default=900, help="for one launch")
+    add("--checkpoint", help="your head, for pipeline; default: the shipped ones")
+    add("--schedules", default="eagle", help="comma list, for your head")
+    add("--shape", default="--tree chain:3", help="eval's options of your head's drafts")
     add("--never-slower", action="store_true", help="decode with eval's gate, for pipeline")
     add("--sysctl", action="append", default=[], help="kernel setting of both namespaces")
     add("--out", type=Path, required=True)
