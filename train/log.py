@@ -154,9 +154,10 @@ def flop_counter() -> FlopCounterMode:
     ) -> int:
         return sdpa_backward_flop_count(grad, query, key, value)
 
-    aten = torch.ops.aten  # torch lacks formulas for CPU-only kernels and for out_dtype
+    aten = torch.ops.aten  # torch lacks formulas for CPU-only kernels, out_dtype and addmm_
     formulas: dict[object, Callable[..., int]] = {
         aten.addmm: add_product,
+        aten.addmm_: add_product,
         aten._scaled_dot_product_flash_attention_for_cpu: attention,
         aten._scaled_dot_product_flash_attention_for_cpu_backward: backward,
     }

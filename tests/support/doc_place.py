@@ -223,7 +223,8 @@ def trained() -> dict[str, tuple[str, list[str]]]:
         words = command.arguments
         if command.page in GENERATED:
             continue
-        if command.module in TRAINERS and words[:1] == ["--config"]:
+        writes = words[:1] == ["--config"] and "--overfit-one" not in words
+        if command.module in TRAINERS and writes:
             found.setdefault(output_of(words), (command.module, words))
     stories = ["--config", "configs/spd/tiny.yaml", "--output_dir", "out/stories"]
     tuned = ["--config", "configs/target/evolve_lora_mild.yaml", "--output_dir", "out/tuned"]
