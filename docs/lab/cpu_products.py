@@ -1,7 +1,8 @@
 """Time matrix products of SmolLM2-135M on one core. Run `python docs/lab/cpu_products.py`.
 
 Print GB of float32 weights per second, the median of seven passes over weights larger than the
-caches. --compile times the layers' two halves instead, with and without torch.compile.
+caches. --compile times the layers' two halves instead, with and without torch.compile. With
+ATEN_CPU_CAPABILITY=avx2, the kernels are those for AVX2.
 """
 
 import argparse
@@ -19,15 +20,16 @@ from pipedraft.models.speed.rounded import DTYPES, RoundedLinear
 SHAPES = {"q, k, v": (960, 576), "o": (576, 576), "gate, up": (3072, 576), "down": (576, 1536)}
 HEADS, SHARED, SIZE = 9, 3, 64
 Half = Callable[..., tuple[Tensor, ...]]
+clock = time.perf_counter
 
 
 def median_ms(run: Callable[[], object]) -> float:
     run()
     times = []
     for _ in range(7):
-        start = time.perf_counter()
+        start = clock()
         run()
-        times.append(time.perf_counter() - start)
+        times.append(clock() - start)
     return 1e3 * sorted(times)[3]
 
 
@@ -44,8 +46,10 @@ def own(x: Tensor, weight: Tensor) -> Tensor:
     return kernels.product(kernels.weight(weight), x)
 
 
-def print_products() -> None:
+def print_products(shape: str | None) -> None:
     for name, (G, H) in {**SHAPES, "LM head": (49152, 576)}.items():
+        if shape not in (None, name):
+            continue
         weights = [torch.randn(G, H) for _ in range(1 + 150_000_000 // (4 * G * H))]
         ways = [
             ("F.linear", F.linear, weights),
@@ -113,10 +117,17 @@ def print_compiled() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--compile", action="store_true", help="time layers, compiled and not")
+    parser.add_argument("--shape", choices=[*SHAPES, "LM head"], help="only this layer")
+    parser.add_argument(
+        "--cpu-seconds", action="store_true", help="count this thread's CPU time, not the clock's"
+    )
     options = parser.parse_args()
+    if options.cpu_seconds:
+        global clock
+        clock = time.thread_time
     torch.set_num_threads(1)
     with torch.inference_mode():
-        print_compiled() if options.compile else print_products()
+        print_compiled() if options.compile else print_products(options.shape)
 
 
 if __name__ == "__main__":

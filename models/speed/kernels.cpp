@@ -10,22 +10,25 @@
 #include <vector>
 
 #if defined(__AVX512F__)
+#define FLOATS 16
+#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+#define FLOATS 8
+#else
+#define FLOATS 4
+#endif
+#if FLOATS > 4
 #include <immintrin.h>
 #endif
 
 namespace {
 
-constexpr int WIDTH = 16;
+constexpr int WIDTH = FLOATS; // in a register: GCC keeps wider vectors on the stack
 typedef float Floats __attribute__((vector_size(4 * WIDTH)));
 typedef int32_t Ints __attribute__((vector_size(4 * WIDTH)));
 typedef float Unaligned __attribute__((vector_size(4 * WIDTH), aligned(4)));
 
-// Rows and channels per tile, as many as registers hold sums for.
-#if defined(__AVX512F__)
-constexpr int ROWS = 6, CHANNELS = 4;
-#else
-constexpr int ROWS = 2, CHANNELS = 2;
-#endif
+// Rows and channels per tile, as many as registers hold sums for; a row alone has a tile of more channels.
+constexpr int ROWS = 6, CHANNELS = WIDTH == 16 ? 4 : 2, CHANNELS_ALONE = 4;
 constexpr int64_t CHUNK = 32;                // channels for a thread, with their weights in the second cache
 constexpr int64_t FIRST_CACHE = 36 << 10;    // bytes of inputs that stay in the first cache
 constexpr int64_t MOST_INPUTS = 768;         // longer products run in ranges, for the same reason
@@ -35,7 +38,7 @@ constexpr int64_t MOST_HEAD_SIZE = 512;      // as in kernels.py
 enum Kind { FLOAT32, FLOAT16, BFLOAT16, INT8, INT4 };
 
 // An int4 block as in GGUF's Q4_1: 32 weights w = scale * nibble + least. The low nibbles come first.
-constexpr int BLOCK = 32;
+constexpr int BLOCK = 32, PARTS = BLOCK / WIDTH;
 struct Block {
     uint16_t scale, least;
     uint8_t nibbles[BLOCK / 2];
@@ -56,8 +59,10 @@ inline void store(float *to, Floats x) { *reinterpret_cast<Unaligned *>(to) = x;
 inline Floats fill(float x) { return x - Floats{}; }
 
 inline Floats multiply_add(Floats a, Floats b, Floats sum) {
-#if defined(__AVX512F__)
+#if FLOATS == 16
     return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)sum);
+#elif FLOATS == 8
+    return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)sum);
 #else
     return a * b + sum;
 #endif
@@ -65,16 +70,24 @@ inline Floats multiply_add(Floats a, Floats b, Floats sum) {
 
 // A half has a float's bits with a shorter exponent; finite ones only.
 inline float to_float(uint16_t half) {
+#if FLOATS == 8
+    return _cvtsh_ss(half);
+#else
     const uint32_t bits = (uint32_t)(half & 0x7fff) << 13;
     float size;
     memcpy(&size, &bits, 4);
     size *= 0x1p112f; // exponents count from 15 and from 127
     return half & 0x8000 ? -size : size;
+#endif
 }
 
 inline float sum(Floats x) {
-#if defined(__AVX512F__)
+#if FLOATS == 16
     return _mm512_reduce_add_ps((__m512)x);
+#elif FLOATS == 8
+    __m128 four = _mm_add_ps(_mm256_castps256_ps128((__m256)x), _mm256_extractf128_ps((__m256)x, 1));
+    four = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(four, _mm_movehdup_ps(four)));
 #else
     for (int half = WIDTH / 2; half > 0; half /= 2)
         for (int i = 0; i < half; i++) x[i] += x[i + half];
@@ -84,34 +97,46 @@ inline float sum(Floats x) {
 
 // Compilers widen number by number in the plain loop, so we name the instructions.
 template <class Number> inline Ints widen(const Number *from) {
-#if defined(__AVX512F__)
+#if FLOATS == 16
     if constexpr (sizeof(Number) == 2)
         return (Ints)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from));
     const __m128i bytes = _mm_loadu_si128((const __m128i *)from);
     return (Ints)(Number(-1) < 0 ? _mm512_cvtepi8_epi32(bytes) : _mm512_cvtepu8_epi32(bytes));
+#elif FLOATS == 8
+    if constexpr (sizeof(Number) == 2)
+        return (Ints)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)from));
+    const __m128i bytes = _mm_loadl_epi64((const __m128i *)from);
+    return (Ints)(Number(-1) < 0 ? _mm256_cvtepi8_epi32(bytes) : _mm256_cvtepu8_epi32(bytes));
 #else
-    Ints x;
-    for (int i = 0; i < WIDTH; i++) x[i] = from[i];
-    return x;
+    typedef Number Narrow __attribute__((vector_size(sizeof(Number) * WIDTH)));
+    Narrow numbers;
+    memcpy(&numbers, from, sizeof(numbers));
+    return __builtin_convertvector(numbers, Ints);
 #endif
 }
 
 inline Floats to_floats(const uint16_t *halves) {
-#if defined(__AVX512F__)
+#if FLOATS == 16
     return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)halves));
+#elif FLOATS == 8
+    return (Floats)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)halves));
 #else
-    Floats x;
-    for (int i = 0; i < WIDTH; i++) x[i] = to_float(halves[i]);
-    return x;
+    const Ints bits = widen(halves);
+    const Floats size = (Floats)((bits & 0x7fff) << 13) * 0x1p112f; // as in to_float
+    return (Floats)((Ints)size | (bits & 0x8000) << 16);
 #endif
 }
 
-// Reads a row's weights by blocks: `begin`, then both halves.
+// Reads a row's weights by blocks: `begin`, then each part.
 template <int kind> struct Reader {
+#if FLOATS == 16
     Floats table; // the block's 16 values in int4
+#else
+    Floats scale, least; // the block's in int4
+#endif
 
     inline void begin(const char *row, int64_t first) {
-#if defined(__AVX512F__)
+#if FLOATS == 16
         if constexpr (kind == INT4) {
             const Block *block = (const Block *)row + first / BLOCK;
             int32_t pair;
@@ -122,12 +147,17 @@ template <int kind> struct Reader {
             const Floats steps = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
             table = multiply_add(steps, (Floats)scale, (Floats)least);
         }
+#else
+        if constexpr (kind == INT4) {
+            const Block *block = (const Block *)row + first / BLOCK;
+            scale = fill(to_float(block->scale)), least = fill(to_float(block->least));
+        }
 #endif
     }
 
-    // Return the WIDTH weights in one half (0 or 1) of the block at `first`.
-    inline Floats weights(const char *row, int64_t first, int half) const {
-        const int64_t at = first + half * WIDTH;
+    // Return the WIDTH weights in one part of the block at `first`.
+    inline Floats weights(const char *row, int64_t first, int part) const {
+        const int64_t at = first + part * WIDTH;
         if constexpr (kind == FLOAT32) {
             return load((const float *)row + at);
         } else if constexpr (kind == FLOAT16) {
@@ -138,12 +168,12 @@ template <int kind> struct Reader {
             return __builtin_convertvector(widen((const int8_t *)row + at), Floats);
         } else {
             const Block *block = (const Block *)row + first / BLOCK;
-            const Ints bytes = widen(block->nibbles);
-#if defined(__AVX512F__) // the instruction reads the lowest four bits
-            return (Floats)_mm512_permutexvar_ps((__m512i)(half ? bytes >> 4 : bytes), (__m512)table);
+            const bool is_high = part >= PARTS / 2;
+            const Ints bytes = widen(block->nibbles + part % (PARTS / 2) * WIDTH);
+#if FLOATS == 16 // the instruction reads the lowest four bits
+            return (Floats)_mm512_permutexvar_ps((__m512i)(is_high ? bytes >> 4 : bytes), (__m512)table);
 #else
-            const Ints nibbles = half ? bytes >> 4 : bytes & 15;
-            const Floats scale = fill(to_float(block->scale)), least = fill(to_float(block->least));
+            const Ints nibbles = bytes >> (is_high ? 4 : 0) & 15;
             return multiply_add(__builtin_convertvector(nibbles, Floats), scale, least);
 #endif
         }
@@ -190,23 +220,23 @@ void tile(const Weight &w, const float *x, float *y, int64_t first, const Range 
                 if (kind == FLOAT32) __builtin_prefetch(ahead + 64);
                 readers[c].begin(from + c * bytes, h);
             }
-            const Floats left = load(x + h), right = load(x + h + WIDTH);
+#pragma GCC unroll 8
+            for (int part = 0; part < PARTS; part++) {
+                const Floats own = load(x + h + part * WIDTH);
 #pragma GCC unroll 4
-            for (int c = 0; c < channels; c++)
-                sums[0][c] = multiply_add(readers[c].weights(from + c * bytes, h, 0), left, sums[0][c]);
-#pragma GCC unroll 4
-            for (int c = 0; c < channels; c++)
-                sums[0][c] = multiply_add(readers[c].weights(from + c * bytes, h, 1), right, sums[0][c]);
+                for (int c = 0; c < channels; c++)
+                    sums[0][c] = multiply_add(readers[c].weights(from + c * bytes, h, part), own, sums[0][c]);
+            }
         }
     } else {
 #pragma GCC unroll 2
         for (int64_t h = range.begin; h < range.end; h += WIDTH) {
-            const int half = h % BLOCK != 0;
-            Floats part[channels];
+            const int part = h % BLOCK / WIDTH;
+            Floats own_weights[channels];
 #pragma GCC unroll 4
             for (int c = 0; c < channels; c++) {
-                if (!half) readers[c].begin(from + c * bytes, h);
-                part[c] = readers[c].weights(from + c * bytes, h - half * WIDTH, half);
+                if (!part) readers[c].begin(from + c * bytes, h);
+                own_weights[c] = readers[c].weights(from + c * bytes, h - part * WIDTH, part);
                 if (row_bytes(kind, h) % 64 == 0)
                     __builtin_prefetch(from + (c + channels) * bytes + row_bytes(kind, h));
             }
@@ -214,7 +244,7 @@ void tile(const Weight &w, const float *x, float *y, int64_t first, const Range 
             for (int m = 0; m < rows; m++) {
                 const Floats own = load(x + m * w.inputs + h);
 #pragma GCC unroll 4
-                for (int c = 0; c < channels; c++) sums[m][c] = multiply_add(part[c], own, sums[m][c]);
+                for (int c = 0; c < channels; c++) sums[m][c] = multiply_add(own_weights[c], own, sums[m][c]);
             }
         }
     }
@@ -244,12 +274,10 @@ void tiles(const Weight &w, const float *x, float *y, int64_t rows, int64_t firs
         switch (std::min<int64_t>(rows - m, ROWS)) {
         case 1: tile<kind, 1, channels>(w, own, out, first, range, kept); break;
         case 2: tile<kind, 2, channels>(w, own, out, first, range, kept); break;
-#if defined(__AVX512F__)
         case 3: tile<kind, 3, channels>(w, own, out, first, range, kept); break;
         case 4: tile<kind, 4, channels>(w, own, out, first, range, kept); break;
         case 5: tile<kind, 5, channels>(w, own, out, first, range, kept); break;
         case 6: tile<kind, 6, channels>(w, own, out, first, range, kept); break;
-#endif
         }
     }
 }
@@ -268,6 +296,8 @@ void multiply_chunk(const Weight &w, const float *x, float *y, int64_t rows, int
         for (int64_t h = 0; h < w.inputs; h += inputs) {
             const Range range = {h, std::min(h + inputs, w.inputs), sums.data()};
             int64_t g = first;
+            for (; some == 1 && g + CHANNELS_ALONE <= end; g += CHANNELS_ALONE)
+                tile<kind, 1, CHANNELS_ALONE>(w, own, out, g, range, range.sums + g % CHUNK);
             for (; g + CHANNELS <= end; g += CHANNELS) tiles<kind, CHANNELS>(w, own, out, some, g, range);
             for (; g < end; g++) tiles<kind, 1>(w, own, out, some, g, range);
         }

@@ -1,7 +1,8 @@
 """Run products, attention and decoder layers by compiled kernels on a CPU.
 
-``kernels.cpp`` is compiled for this machine on first use, and cached in ``HF_HOME``. Weights are
-float32 or rounded. A row's result has the same bits alone and next to any other rows.
+``kernels.cpp`` is compiled for this machine on first use, and cached in ``HF_HOME``. With torch's
+variable ``ATEN_CPU_CAPABILITY=avx2``, it is compiled for AVX2. Weights are float32 or rounded. A
+row's result has the same bits alone and next to any other rows.
 """
 
 # M rows, H inputs, G output channels, N query heads, J key heads, D head size, C cache columns
@@ -10,6 +11,7 @@ import ctypes
 import hashlib
 import logging
 import os
+import platform
 import shutil
 import stat
 import subprocess
@@ -27,6 +29,7 @@ from ...files import write_atomically
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-shared", "-w")
+AVX2_FLAGS = ("-mno-avx512f",)  # and with it, all later parts of AVX-512
 COMPILERS = ("g++", "clang++", "c++")
 COMPILE_SECONDS = 120
 int4: torch.dtype = torch.int4  # type: ignore[attr-defined]  # not in torch's stubs
@@ -75,12 +78,19 @@ def library() -> ctypes.CDLL | None:
         logger.info("no C++ compiler (%s): CPU decoding is slower", ", ".join(COMPILERS))
     for compiler, threads in product_of(compilers, (("-fopenmp",), ())):
         try:
-            return _typed(_load((compiler, *FLAGS, *threads)))
+            return _typed(_load((compiler, *FLAGS, *_limits(), *threads)))
         except (OSError, subprocess.SubprocessError) as error:
             said = getattr(error, "stderr", None) or str(error)
             name = " ".join((compiler, *threads))
             logger.warning("%s cannot compile %s: %s", name, SOURCE.name, said.strip()[-500:])
     return None
+
+
+def _limits() -> tuple[str, ...]:
+    """Return the flags for AVX2 if torch was limited to it."""
+    is_x86 = platform.machine().lower() in ("x86_64", "amd64")
+    is_limited = os.environ.get("ATEN_CPU_CAPABILITY") == "avx2"
+    return AVX2_FLAGS if is_x86 and is_limited else ()
 
 
 def _typed(found: ctypes.CDLL) -> ctypes.CDLL:

@@ -1,6 +1,7 @@
 """Compiled CPU kernels: products, attention, and how they are compiled."""
 
 import os
+import platform
 import subprocess
 
 import pytest
@@ -13,7 +14,20 @@ from pipedraft.models.speed.kernels import attend, library, pack, product, unpac
 
 if library() is None:
     pytest.skip("no C++ compiler", allow_module_level=True)
+NARROW = {"avx2": kernels.AVX2_FLAGS, "sse": ("-mno-avx",)}
+"""Registers of 8 and of 4 floats -> flags to compile for them."""
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.int4)
+
+
+@pytest.fixture(params=["native", *NARROW])
+def registers(request, monkeypatch):
+    """Run the test with kernels for this machine, and for the registers of older ones."""
+    if request.param != "native":
+        if platform.machine() != "x86_64":
+            pytest.skip("flags of x86")
+        monkeypatch.setattr(kernels, "_limits", lambda: NARROW[request.param])
+        found = library.__wrapped__()
+        monkeypatch.setattr(kernels, "library", lambda: found)
 
 
 def packed(weight_GH, dtype):
@@ -29,6 +43,7 @@ def packed(weight_GH, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("channels", "inputs"), [(49, 80), (4, 160), (7, 32), (300, 1536)])
+@pytest.mark.usefixtures("registers")
 def test_a_product_is_the_stored_weights_and_a_row_has_the_same_bits_alone(channels, inputs, dtype):
     torch.manual_seed(0)
     if dtype == torch.float32:
@@ -71,6 +86,7 @@ def test_rounding_is_as_close_as_the_format_and_rounds_nothing_twice():
 
 @pytest.mark.parametrize("size", [8, 32, 64, 80])
 @pytest.mark.parametrize("num_rows", [1, 5])
+@pytest.mark.usefixtures("registers")
 def test_attention_is_torchs_and_hidden_columns_change_no_bits(num_rows, size):
     torch.manual_seed(0)
     query, buffer = torch.randn(1, 6, num_rows, size), torch.randn(2, 1, 2, 300, size)
@@ -116,6 +132,30 @@ def test_layers_take_rows_with_gaps_and_refuse_another_stages():
     for wrong in (wide[..., :64], copies[0].half()):
         with pytest.raises(ValueError, match="want float32, 128 wide"):
             kernels.before_attention(layer, wrong, *turn[..., ::2])
+
+
+@pytest.mark.usefixtures("registers")
+def test_a_layer_is_the_same_with_any_registers():
+    target = tiny_llama(layers=1, hidden=128)
+    layer = plain_layers.PlainLayer(target.model.layers[0])._kernels
+    torch.manual_seed(0)
+    hidden, attended = torch.randn(1, 3, 128), torch.randn(1, 3, layer.heads, layer.head_size)
+    found = kernels.after_attention(layer, hidden, attended)
+    own, mlp = target.model.layers[0], target.model.layers[0].mlp
+    with torch.inference_mode():
+        middle = hidden + own.self_attn.o_proj(attended.flatten(2))
+        expected = middle + mlp(own.post_attention_layernorm(middle))
+    assert torch.allclose(found, expected, atol=1e-5)
+
+
+def test_torchs_variable_chooses_the_instructions(monkeypatch):
+    monkeypatch.setattr(kernels.platform, "machine", lambda: "x86_64")
+    monkeypatch.delenv("ATEN_CPU_CAPABILITY", raising=False)
+    assert kernels._limits() == ()
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "avx2")
+    assert kernels._limits() == kernels.AVX2_FLAGS
+    monkeypatch.setattr(kernels.platform, "machine", lambda: "aarch64")
+    assert kernels._limits() == ()
 
 
 def test_a_library_is_compiled_once_and_only_ours_is_loaded(tmp_path, monkeypatch):
