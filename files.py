@@ -1,4 +1,4 @@
-"""Write files and folders atomically, read bounded files, and write portable JSON."""
+"""Write files and folders atomically, read files of bounded size, and write portable JSON."""
 
 import fcntl
 import hashlib
@@ -20,25 +20,25 @@ from safetensors import SafetensorError
 from .errors import FULL_CODES, STORAGE_CODES, Failure, UsageError, make_folder
 
 Values: TypeAlias = dict[str, Any]
-"""Values by name, as in a file or a call."""
+"""Values by name, as in a JSON object or in keyword arguments."""
 T = TypeVar("T")
 
 
 def packaged(name: str) -> str:
-    """Return a path. Outside a checkout, map ``assets/`` and ``configs/`` to the package's copy."""
+    """Return the path, or the package's copy if a path in ``assets`` or ``configs`` is missing."""
     own = Path(__file__).parent / name
     is_own = name.startswith(("assets/", "configs/")) and ".." not in name and own.exists()
     return str(own) if is_own and not Path(name).exists() else name
 
 
-# -- reading: sizes that a file may decide are bounded ------------------------------------------
+# -- reading files of bounded size --------------------------------------------------------------
 
 MAX_BYTES = 2**26
 MAX_YAML_BYTES = 2**20
 
 
 def read_bounded(path: Path, field: str, most: int = MAX_BYTES) -> bytes:
-    """Read a regular file of at most ``most`` bytes. Messages name the option ``field``.
+    """Read a regular file of at most ``most`` bytes. Errors name the option ``field``.
 
     Raises:
         UsageError: not a regular file, too large, or unreadable.
@@ -69,7 +69,7 @@ def read_text(path: Path, field: str, most: int = MAX_BYTES) -> str:
 
 
 def read_json(path: Path, field: str, kind: type[T], most: int = MAX_BYTES) -> T:
-    """Read a JSON file as ``kind``, a type known to msgspec. NaN is refused.
+    """Read a JSON file into ``kind``, a type that msgspec supports. NaN is refused.
 
     Raises:
         UsageError: as in ``read_bounded``, or the content does not fit ``kind``.
@@ -99,13 +99,13 @@ def read_yaml(path: Path, field: str) -> Any:
 
 
 def check_yaml(text: str) -> None:
-    """Raise yaml.YAMLError if the text is no YAML, is too long, or has duplicate keys."""
+    """Raise yaml.YAMLError if the text is invalid or too long, or has aliases or duplicate keys."""
     if len(text) > MAX_YAML_BYTES:
         raise yaml.YAMLError(f"more than {MAX_YAML_BYTES} characters")
     waiting, seen = [yaml.compose(text, yaml.SafeLoader)], set[int]()
     while waiting:
         node = waiting.pop()
-        if id(node) in seen:  # ten lines of nested aliases can expand to gigabytes
+        if id(node) in seen:  # ten lines with nested aliases can expand to gigabytes
             raise yaml.YAMLError("an alias: write out what it stands for")
         seen.add(id(node))
         if isinstance(node, yaml.SequenceNode):
@@ -118,7 +118,7 @@ def check_yaml(text: str) -> None:
 
 
 def bounded_lines(file: IO[bytes], most: int) -> Iterator[bytes | None]:
-    """Yield a file's lines. A line above ``most`` bytes yields None and is not retained."""
+    """Yield a file's lines. For a line with more than ``most`` bytes, yield None."""
     while line := file.readline(most + 1):
         if len(line) <= most or line.endswith(b"\n"):
             yield line
@@ -133,12 +133,12 @@ def bounded_lines(file: IO[bytes], most: int) -> Iterator[bytes | None]:
 
 @contextmanager
 def locked(folder: Path, field: str, *, shared: bool = False) -> Iterator[None]:
-    """Lock an existing folder against other runs until the end of the body.
+    """Lock an existing folder against other runs, until the ``with`` block ends.
 
-    The system drops the lock when the process ends for any reason. No file is left.
+    The system releases the lock when the process ends for any reason. No file remains.
 
     Args:
-        shared: allow other runs that also use ``shared``, such as shards of one evaluation.
+        shared: share the lock with other runs that set this, such as the shards of an evaluation.
 
     Raises:
         UsageError: another run has the lock.
@@ -161,21 +161,21 @@ def locked(folder: Path, field: str, *, shared: bool = False) -> Iterator[None]:
 
 
 def resolved(path: Path, field: str) -> Path:
-    """Return the absolute path without links.
+    """Return the absolute path without symbolic links.
 
     Raises:
-        UsageError: links that lead in a circle.
+        UsageError: the links form a cycle.
     """
     try:
         return path.resolve()
-    except (RuntimeError, OSError) as error:  # Python 3.13 gives no error here, and fails later
+    except (RuntimeError, OSError) as error:  # Python 3.13 raises no error here, and fails later
         raise UsageError(
             f"{field}: {str(path)!r} is a link that leads back to itself; give another place"
         ) from error
 
 
 def partial(path: Path) -> Path:
-    """Return the temporary path for a file or folder during writing or deletion."""
+    """Return the temporary path of a file or folder while it is written or deleted."""
     return path.with_name(f".{path.name}.partial")
 
 
@@ -183,7 +183,7 @@ def make_place(field: str, path: Path, mark: bytes) -> None:
     """Create an output file's folder. The file must be new or of the same kind.
 
     Args:
-        mark: bytes that every file of this kind has among its first 1024.
+        mark: bytes that every file of this kind has in its first 1,024.
 
     Raises:
         UsageError: the folder cannot be created, or another kind of file exists there.
@@ -204,7 +204,7 @@ def make_place(field: str, path: Path, mark: bytes) -> None:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Name ``path`` in errors about a full or failing disk: failed writes do not say where it is.
+    """Add ``path`` to errors about a full or failing disk, which do not name the file.
 
     Raises:
         Failure: one line with the path, the reason and the fix.
@@ -224,9 +224,9 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def publish(path: Path, write: Callable[[Path], object]) -> None:
-    """Create or replace a file by one rename, after ``write(temporary)`` and a flush to disk.
+    """Create or replace a file: call ``write(temporary)``, flush it to disk, and rename it.
 
-    A reader, or a kill at any moment, sees the whole new file or the whole old one.
+    Readers see the complete old file or the complete new one, also after a kill at any moment.
     """
     temporary = partial(path)
     try:
@@ -241,7 +241,7 @@ def publish(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def make_readable(path: Path) -> None:
-    """Set a file's default permissions, because safetensors makes files private to their owner."""
+    """Give a file the default permissions, because safetensors makes it private to its owner."""
     mask = os.umask(0)
     os.umask(mask)
     path.chmod(0o666 & ~mask)
@@ -268,12 +268,12 @@ def file_sha256(path: Path) -> str:
 def to_json(content: object) -> bytes:
     """Return indented JSON with number lists on one line. NaN and infinity become null."""
     text = json.dumps(_without_nan(content), indent=2, allow_nan=False)
-    # Strings contain no raw line break, so a bracket before one opens a list.
+    # Strings contain no raw line breaks, so a bracket before a line break opens a list.
     return (re.sub(r"\[\n[-+\d.eE,\snul]*\]", _on_one_line, text) + "\n").encode()
 
 
 def _without_nan(value: object) -> object:
-    """Replace NaN and infinity by None, because JSON has neither."""
+    """Replace NaN and infinity by None, because JSON has no such numbers."""
     if isinstance(value, msgspec.Struct):
         value = msgspec.to_builtins(value)
     if isinstance(value, dict):
@@ -294,17 +294,17 @@ def write_folder(
     inputs: Sequence[Path] = (),
     replaces: bool | str = False,
 ) -> list[Path]:
-    """Write all files, then create the output folder by one rename. Return the files.
+    """Write files into a temporary folder, rename it to ``out``, and return the files.
 
     Args:
-        out: must be new or empty.
-        fill: writes the files into the folder it receives.
+        out: a new or empty folder.
+        fill: writes the files into the folder that it is called with.
         inputs: folders that are read. ``out`` must not equal, contain or be inside one of them.
-        replaces: also accept a folder with files, if ``fill`` writes all of them again. A file's
-            name: only if the folder has this file, which shows that the same command wrote it.
+        replaces: if True, ``out`` may have files, if ``fill`` writes all of them again. If it is a
+            file's name, ``out`` must also have this file, which shows that this command wrote it.
 
     Raises:
-        UsageError: ``out`` has other content, is no folder, or cannot be created.
+        UsageError: ``out`` has other files, is not a folder, or cannot be created.
         Failure: the disk is full or fails.
     """
     place = resolved(out, "--out")
@@ -333,7 +333,7 @@ def write_folder(
                     f"--out: {str(out)!r} has files that this command did not write; give another "
                     "folder"
                 )
-            if old:  # removed with the temporary folder
+            if old:  # is removed with the temporary folder
                 place.replace(Path(temporary, "old"))
             new.replace(place)
     except (OSError, SafetensorError) as error:

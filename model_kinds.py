@@ -1,4 +1,4 @@
-"""Recognize models that cannot be loaded as they are stored: adapters and quantized weights."""
+"""Refuse models that are stored in a form we do not load: adapters and quantized weights."""
 
 import json
 import re
@@ -11,11 +11,11 @@ from .files import Values
 
 
 class Refused(ValueError):
-    """Error with a complete message in one line."""
+    """Error whose one-line message needs no further context."""
 
 
 FindFile = Callable[[str], str | None]
-"""A model's file name -> its local path, or None if the model has no such file."""
+"""Function from a file name to the file's local path, or None if the model lacks the file."""
 
 # -- adapters ---------------------------------------------------------------------------------
 
@@ -27,21 +27,21 @@ ADAPTER_WEIGHTS = (
     "pytorch_adapter.bin",
     "pytorch_lora_weights.safetensors",
 )
-"""Weights of peft (two forms), mlx-lm, AdapterHub's adapters, and diffusers."""
+"""Weight files written by peft (two formats), mlx-lm, AdapterHub and diffusers."""
 HEAD_ROPES = ("default", "linear", "llama3", "yarn", "dynamic")
-"""Rotary position types computed by heads as in transformers."""
+"""Types of rotary positions that heads support."""
 UNMERGED = re.compile("PROMPT|PREFIX|P_TUNING|CPT|CARTRIDGE")
-"""Kinds of peft that add tokens or states, and leave the model's weights alone."""
+"""peft types that add tokens or states instead of changing the model's weights."""
 
 
 def check_adapter(name: str, find: FindFile, field: str) -> None:
-    """Raise ``Refused`` for the files of an adapter (LoRA, prompt tuning), with its base model."""
+    """Raise ``Refused`` if the files are an adapter (LoRA, prompt tuning). Name its base model."""
     place = find(ADAPTER_CONFIG)
     file, settings = ADAPTER_CONFIG, {} if place is None else _json_object(place)
     if place is None:
         found = [x for x in ADAPTER_WEIGHTS if Path(name).is_dir() and Path(name, x).exists()]
-        # peft saves each adapter but the default one in a folder of its own name. Beside a model's
-        # own weights such a folder is only a record, as `train` leaves of what was merged.
+        # peft saves every adapter except the default one in a folder with the adapter's name. Next
+        # to a model's weights, such a folder only documents a merged adapter, as `train` writes it.
         if not _has_weights(name):
             found += [f"{x.parent.name}/{x.name}" for x in _below(name, ADAPTER_CONFIG)]
         if not found:
@@ -61,7 +61,7 @@ def check_adapter(name: str, find: FindFile, field: str) -> None:
 
 
 def find_in(folder: Path) -> FindFile:
-    """Return a ``FindFile`` for a local folder."""
+    """Return the ``FindFile`` of a local folder."""
 
     def find(file: str) -> str | None:
         return str(folder / file) if (folder / file).is_file() else None
@@ -70,7 +70,7 @@ def find_in(folder: Path) -> FindFile:
 
 
 def _has_weights(name: str) -> bool:
-    """Return True if a local folder has a model's own weights, whole or in parts."""
+    """Return True if a local folder has a model's weights, in one file or several."""
     kinds = ("model*.safetensors", "pytorch_model*.bin")
     return any(path for kind in kinds for path in Path(name).glob(kind))
 
@@ -81,7 +81,7 @@ def _below(name: str, file: str) -> list[Path]:
 
 
 def _json_object(place: str) -> Values:
-    """Return the object in a JSON file, or {} for any other content."""
+    """Return the object in a JSON file, or {} if there is none."""
     found: Any = None
     with suppress(OSError, ValueError, RecursionError):
         found = json.loads(Path(place).read_text(encoding="utf-8"))
@@ -91,14 +91,14 @@ def _json_object(place: str) -> Values:
 # -- quantized weights ------------------------------------------------------------------------
 
 SCHEME_KEYS = ("quantization_config", "compression_config", "quantization")
-"""Names in config.json: transformers', older compressed-tensors', mlx-lm's."""
+"""Keys in config.json written by transformers, older compressed-tensors, and mlx-lm."""
 SCHEME_FILES = (
     "hf_quant_config.json",
     "quantize_config.json",
     "quant_config.json",
     "quanto_qmap.json",
 )
-"""Files of modelopt, AutoGPTQ, AutoAWQ and quanto."""
+"""Files written by modelopt, AutoGPTQ, AutoAWQ and quanto."""
 METHOD_KEYS = ("quant_method", "quant_algo", "mode")
 CACHE_KEYS = ("kv_cache_scheme", "kv_cache_quant_algo", "kv_cache_quant")
 UNFIT = "the numbers mean nothing without their scales; give the unquantized checkpoint"
@@ -114,16 +114,16 @@ QUANTIZED = re.compile(
     r"|proj_(?:blocks|scales)"  # gpt-oss
     r")$"
 )
-"""Names of tensors beside quantized weights, or in their place."""
+"""Matches names of quantized weights, and of the tensors stored with them."""
 CACHE_SCALES = re.compile(
     r"\.(?:[kvq]|kv|prob)_scale$|\.[kvq]_(?:zero_point|bmm_quantizer\._amax)$"
     r"|\.[kvq]_proj\.(?:[kvq]|output)_scale$"
 )
-"""Names of scales for a quantized cache. The weights do not need them."""
+"""Matches names of scales for a quantized KV cache, which plain weights do not need."""
 
 
 def is_for_cache_alone(scheme: Any) -> bool:
-    """Return True for a scheme of config.json that quantizes only the cache of keys and values."""
+    """Return True if a scheme in config.json quantizes only the KV cache."""
     if not isinstance(scheme, dict) or not any(scheme.get(key) for key in CACHE_KEYS):
         return False
     is_for_weights = scheme.get("quant_algo") or scheme.get("bits") or scheme.get("config_groups")
@@ -132,7 +132,7 @@ def is_for_cache_alone(scheme: Any) -> bool:
 
 
 def check_scheme(config: Values, name: str, field: str) -> None:
-    """Raise ``Refused`` if config.json names a quantization of weights."""
+    """Raise ``Refused`` if config.json says that the weights are quantized."""
     for part in (config.get("text_config"), config):
         if not isinstance(part, dict):
             continue
@@ -147,13 +147,13 @@ def check_scheme(config: Values, name: str, field: str) -> None:
 
 
 def _method(scheme: Any) -> str:
-    """Return a scheme's name, or else its beginning."""
+    """Return a scheme's method, or its first characters if it names none."""
     named = [k for k in METHOD_KEYS if scheme.get(k)] if isinstance(scheme, dict) else []
     return f"{named[0]} {scheme[named[0]]!r}" if named else repr(scheme)[:60]
 
 
 def check_plain(names: Iterable[str], name: str, find: FindFile, field: str) -> None:
-    """Raise ``Refused`` if tensor names are those of quantized weights."""
+    """Raise ``Refused`` if the tensor names show that the weights are quantized."""
     found = next((x for x in names if QUANTIZED.search(x) and not CACHE_SCALES.search(x)), None)
     if found is None:
         return
@@ -166,7 +166,7 @@ def check_numbers(dtypes: dict[str, str], name: str, field: str) -> None:
     """Raise ``Refused`` if weights are stored as integers.
 
     Args:
-        dtypes: safetensors' name of the type, by tensor name.
+        dtypes: dtype as safetensors names it, by tensor name.
     """
     for tensor, dtype in dtypes.items():
         if tensor.endswith("weight") and dtype.startswith(("I", "U", "F4", "F6")):
@@ -176,7 +176,7 @@ def check_numbers(dtypes: dict[str, str], name: str, field: str) -> None:
 
 
 def check_tensors(wrong: dict[str, set[str]], field: str, name: str) -> None:
-    """Raise ValueError if ``wrong`` maps a kind of fault to one or more tensor names."""
+    """Raise ValueError if ``wrong``, a map from faults to tensor names, has a tensor."""
     for what, names in wrong.items():
         if names:
             first = ", ".join(sorted(names)[:3]) + ", ..." * (len(names) > 3)

@@ -1,7 +1,7 @@
-"""Read Hugging Face models, tokenizers and configurations, for the whole package.
+"""Load Hugging Face models, tokenizers and configurations, for the whole package.
 
-Code from a model's folder never runs, pickled weights are never opened, and no weight keeps its
-random initial value.
+Loading never runs code from a model's folder and never opens pickled weights. It fails if a weight
+is missing, because transformers would initialize it at random.
 """
 
 from collections.abc import Iterable, Iterator
@@ -56,18 +56,19 @@ def load_model(
     quantization: QuantizationConfigMixin | None = None,
     device: torch.device | str = "cpu",
 ) -> PreTrainedModel:
-    """Load a causal language model with every weight from its safetensors files.
+    """Load a causal language model. Every weight comes from its safetensors files.
 
-    Weights move to the device one by one, so host memory never contains all of them.
+    The weights move to the device one by one, so host memory never has to hold all of them.
 
     Args:
         name_or_path: a folder, a GGUF file, or a Hub repository name.
-        field: name of the model's option, for messages.
-        attention: transformers' name of the kernel. None lets transformers choose.
+        field: name of the model's option, for error messages.
+        attention: attention kernel, as transformers names it. None: transformers chooses.
         quantization: a transformers quantization_config.
 
     Raises:
-        ValueError: a missing model, custom code, pickled, missing, extra or damaged weights.
+        ValueError: the model is missing or needs custom code, or its weights are pickled, missing,
+            damaged or too many.
     """
     name_or_path = local_name(name_or_path, field=field)
     stored = read_config(name_or_path, revision, field=field)
@@ -106,7 +107,7 @@ def load_model(
 
 
 def without_cache_scales(model: PreTrainedModel, names: Iterable[str]) -> set[str]:
-    """Leave out scales for a quantized cache, and count them for ``unapplied_settings``."""
+    """Return names except a quantized cache's scales, which ``unapplied_settings`` lists."""
     every = set(names)
     plain = {name for name in every if not CACHE_SCALES.search(name)}
     model.config.num_cache_scales = len(every) - len(plain)
@@ -114,7 +115,7 @@ def without_cache_scales(model: PreTrainedModel, names: Iterable[str]) -> set[st
 
 
 def auto_class(config: PreTrainedConfig) -> Any:
-    """Return transformers' loader for a model that writes text, also one that reads images."""
+    """Return the transformers class that loads a text model, or a model that also reads images."""
     reads_images = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     if reads_images and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return AutoModelForImageTextToText
@@ -127,7 +128,7 @@ def load_tokenizer(
     """Load a model's tokenizer.
 
     Raises:
-        ValueError: no tokenizer files, or a tokenizer with custom code.
+        ValueError: the tokenizer files are missing, or name custom code.
     """
     name_or_path = local_name(name_or_path, field=field)
     check_exists(name_or_path, field=field)
@@ -141,7 +142,7 @@ def load_tokenizer(
         )
     except Refused:
         raise
-    except Exception as error:  # any error that transformers raises for these files
+    except Exception as error:  # transformers raises errors of many classes
         check_adapter(str(name_or_path), partial(model_file, name_or_path, revision), field)
         raise ValueError(
             f"{field}: {str(name_or_path)!r} has no tokenizer that loads "
@@ -152,10 +153,10 @@ def load_tokenizer(
 def load_config(
     name_or_path: str, revision: str | None, *, field: str = "target"
 ) -> PreTrainedConfig:
-    """Load the configuration as transformers' class for its model_type.
+    """Load the configuration into transformers' class for its model_type.
 
     Raises:
-        ValueError: a missing model, custom code, or values refused by the class.
+        ValueError: the model is missing or names custom code, or the class refuses a value.
     """
     name_or_path = local_name(name_or_path, field=field)
     read_config(name_or_path, revision, field=field)
@@ -178,11 +179,11 @@ NEUTRAL: Values = {
     **dict.fromkeys(("bad_words_ids", "suppress_tokens", "begin_suppress_tokens"), ([],)),
     **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "sequence_bias"), ()),
 }
-"""Neutral values for each generation_config.json setting that can change greedy answers."""
+"""Settings in generation_config.json that can change greedy answers -> values that do not."""
 
 
 def unapplied_settings(model: PreTrainedModel) -> list[str]:
-    """List settings of a model's files that other packages apply and this package does not."""
+    """List the settings in a model's files that other packages apply, but this package does not."""
     config = getattr(model, "generation_config", None)
     given = {name: getattr(config, name, None) for name in NEUTRAL}
     num_scales = getattr(model.config, "num_cache_scales", 0)
@@ -198,11 +199,10 @@ def unapplied_settings(model: PreTrainedModel) -> list[str]:
 
 
 def context_length(config: PreTrainedConfig) -> int:
-    """Return the number of positions that a model accepts.
+    """Return the maximum number of positions.
 
-    If YaRN was added to config.json as in Qwen's model cards, the number is factor * original
-    positions, even if config.json states fewer. With a dynamic table, config.json states the
-    original ones.
+    With YaRN, as Qwen's model cards add it to config.json, this is factor * original positions,
+    even if config.json states fewer. With dynamic scaling, config.json states the original number.
     """
     text = config.get_text_config()
     rope = getattr(text, "rope_parameters", None) or {}
@@ -223,7 +223,7 @@ def read_config(
     """Read a model's config.json, from a folder or the Hub.
 
     Args:
-        drops_code: remove references to custom code, which the caller does not need.
+        drops_code: remove references to custom code instead of refusing them.
 
     Raises:
         ValueError: the model is missing, or its config.json is invalid or names custom code.
@@ -259,11 +259,11 @@ SIZES = {
     "num_attention_heads": 2**20,
     "max_position_embeddings": 2**40,
 }
-"""Sizes in config.json -> the largest that a model has."""
+"""Size in config.json -> largest value accepted."""
 
 
 def check_sizes(config: Values, name: str, field: str) -> None:
-    """Raise ``Refused`` for a size that is no whole number, or that no model has."""
+    """Raise ``Refused`` if a size is not a whole number from 1 to its largest value."""
     if config.get("text_config", config) is None:
         del config["text_config"]
     if not isinstance(text := config.get("text_config", {}), dict):
@@ -283,7 +283,7 @@ def check_sizes(config: Values, name: str, field: str) -> None:
 def load_generation_config(
     name_or_path: str, revision: str | None, config: PreTrainedConfig
 ) -> GenerationConfig:
-    """Load a model's generation_config.json, or use the values in ``config`` if it is missing."""
+    """Load a model's generation_config.json. If it is missing, use the values in ``config``."""
     if model_file(name_or_path, revision, "generation_config.json") is None:
         return GenerationConfig.from_model_config(config)
     with explained("target", name_or_path):
@@ -291,7 +291,7 @@ def load_generation_config(
 
 
 def check_whole(stored: Values, name: str, revision: str | None, *, field: str = "target") -> None:
-    """Refuse an adapter of another model, and weights that config.json calls quantized."""
+    """Raise ``Refused`` for an adapter, and for weights that config.json calls quantized."""
     check_scheme(stored, str(name), field)
     check_adapter(str(name), partial(model_file, name, revision), field)
 
@@ -306,7 +306,7 @@ def _refuse_code(settings: Values, file: str, field: str, name: str) -> None:
 
 @contextmanager
 def explained(field: str, name: str) -> Iterator[None]:
-    """Turn every transformers error about a model's files into a one-line ValueError."""
+    """Turn any error that transformers raises for a model's files into a one-line ValueError."""
     try:
         yield
     except (OSError, SafetensorError) as error:
@@ -326,13 +326,13 @@ def quieten() -> None:
 
 
 def _is_of_use(record: LogRecord) -> bool:
-    """Return False for DeepSpeed's note about a missing GPU, which is irrelevant here."""
+    """Return False for DeepSpeed's message that there is no GPU."""
     return "Setting accelerator to CPU" not in record.getMessage()
 
 
 @contextmanager
 def silent() -> Iterator[None]:
-    """Load without transformers' progress bars and warnings, then restore its logging."""
+    """Turn off transformers' progress bars and warnings inside the block."""
     verbosity, shows_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     quieten()
     try:

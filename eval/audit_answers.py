@@ -1,4 +1,4 @@
-"""Ask the two servers of an audit, read their answers, and note what a server does not offer."""
+"""Send an audit's requests to both servers, read the answers, and list what a server lacks."""
 
 import asyncio
 import re
@@ -15,11 +15,11 @@ from ..files import Values
 from .tasks import Prompt
 
 TOP_LOGPROBS = (20, 10, 5, 1)
-"""Requested ``top_logprobs``: OpenAI's maximum, then fewer if a server refuses it."""
+"""Values of ``top_logprobs`` to request: OpenAI's maximum first, then the next if it is refused."""
 NUM_REPEATS = 4
-"""Sampled answers requested again with the same seed."""
+"""Number of sampled answers that are requested again with the same seed."""
 SPECIAL = re.compile(r"<[^<>\s]+>|\[[A-Z_/]+\]")
-"""Matches names of tokens without text, such as <|im_end|>."""
+"""Names of special tokens, such as <|im_end|>."""
 UNKNOWN_CHARACTER = "\ufffd"
 BYTE_LEVEL = ByteLevel()
 SPELLINGS: tuple[Callable[[str], str], ...] = (
@@ -30,14 +30,14 @@ SPELLINGS: tuple[Callable[[str], str], ...] = (
 
 
 def is_incomplete(name: str) -> bool:
-    """Return True for a token that is only a part of a character. Servers name it differently."""
+    """Return True if a token is a part of a character. Servers give such tokens different names."""
     return not name or UNKNOWN_CHARACTER in name
 
 
 def spell(names: Sequence[str], text: str) -> list[str] | None:
-    """Return the tokens' texts, or None if the names do not spell the answer's text.
+    """Return each token's text, or None if the names do not add up to the answer's text.
 
-    The last token of a character gets all of it, and the tokens before it get "".
+    If a character has several tokens, the last one gets the character and the others get "".
     """
     tokens, place, num_waiting = list[str](), 0, 0
     for name in names:
@@ -46,7 +46,7 @@ def spell(names: Sequence[str], text: str) -> list[str] | None:
             continue
         at = text.find(name, place) if num_waiting else place
         is_found = at >= 0 and text.startswith(name, at)
-        # A server may strip the text's spaces.
+        # A server may strip the spaces around its text.
         is_space = place in (0, len(text)) and text.startswith(name.strip(), place)
         if not (is_found or is_space):
             if not SPECIAL.fullmatch(name):
@@ -70,32 +70,32 @@ class Answer:
     """One answer from a server."""
 
     text: str
-    """Content, after the thinking if there is any."""
+    """Thinking, if any, and content."""
     ended: bool
-    """True if the answer ended by itself, not at --max-new-tokens."""
+    """False if --max-new-tokens cut the answer."""
     tokens: list[str] = field(default_factory=list)
-    """Tokens' texts, from the log-probabilities; empty if a server returns none."""
+    """Texts of the tokens, from the log-probabilities; empty if the server returns none."""
     logprobs: list[dict[str, float]] = field(default_factory=list)
-    """Log-probabilities per position: the chosen token and the best others."""
+    """Log-probabilities by token for each position: the chosen token, and the most likely ones."""
     fewest_listed: int | None = None
-    """Shortest ``top_logprobs``; None: there are none."""
+    """Length of the shortest ``top_logprobs``; None if the server returns none."""
     is_spelled: bool = True
-    """False if the log-probabilities do not name the tokens of the text."""
+    """False if the tokens of the log-probabilities do not add up to the text."""
     has_thinking: bool = False
-    """True if ``text`` lacks marks that the model wrote around its thinking."""
+    """True if there was thinking; the server removed the marks around it from ``text``."""
 
     @property
     def names_tokens(self) -> bool:
-        """Return True if ``tokens`` is the whole answer. An empty answer needs none."""
+        """Return True if ``tokens`` has the whole answer, which may be empty."""
         return bool(self.tokens) or not self.text
 
     def parts(self, by_tokens: bool) -> list[str]:
-        """Return the tokens, or the words with the spaces before them."""
+        """Return the tokens, or the words, each with the spaces before it."""
         return self.tokens if by_tokens else re.findall(r"\s*\S+", self.text)
 
 
 def read_answer(payload: Values) -> Answer:
-    """Return the possibly empty answer in a chat completion.
+    """Return the answer in a chat completion; its text may be empty.
 
     Raises:
         TryAgain: the payload is no complete chat completion.
@@ -110,7 +110,7 @@ def read_answer(payload: Values) -> Answer:
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise TryAgain(f"log-probabilities in another form ({error!r})") from error
     names, ended = [pairs[-1][0] for pairs in listed], finish_reason != "length"
-    # Some servers list the end token, which is no part of the text.
+    # Some servers list the end token, which is not in the text.
     if ended and names and SPECIAL.fullmatch(names[-1]) and not text.endswith(names[-1]):
         names.pop()
     tokens: list[str] | None = names
@@ -119,7 +119,7 @@ def read_answer(payload: Values) -> Answer:
         tokens = None
         for respell in SPELLINGS:
             texts = [*map(respell, names)]
-            # A name in another form may become nothing at all.
+            # A wrong spelling can turn a name into an empty text.
             if all(texts) or respell is SPELLINGS[0]:
                 tokens = spell(texts, text)
             if tokens is not None:
@@ -128,7 +128,7 @@ def read_answer(payload: Values) -> Answer:
         text=reasoning + text,
         ended=ended,
         tokens=tokens or [],
-        # Sorted: of several tokens with one name, the most likely one counts.
+        # Sorted, so that the most likely one of several tokens with the same name is kept.
         logprobs=[
             {respell(name): x for name, x in sorted(pairs, key=itemgetter(1))} for pairs in listed
         ],
@@ -147,7 +147,7 @@ class Heard:
     sampled: list[list[Answer]]
     """Sampled answers [prompts][samples]."""
     repeats: list[tuple[Answer, Answer]] = field(default_factory=list)
-    """The first prompts' first sampled answer, requested twice more, alone."""
+    """The first sampled answer to some prompts, requested twice more without other requests."""
 
     @property
     def answers(self) -> list[Answer]:
@@ -155,18 +155,18 @@ class Heard:
 
     @property
     def is_sampled(self) -> bool:
-        """Return False if every prompt has the same answer with all seeds."""
+        """Return True if a prompt has different answers with different seeds."""
         return any(len({answer.text for answer in answers}) > 1 for answers in self.sampled)
 
 
 class FieldRefused(Exception):
-    """Raised if a server refuses a request for good, for example an unknown value."""
+    """Raised if a server rejects a request for a reason that a retry cannot change."""
 
 
 class Endpoint:
     """Client for one of the two servers.
 
-    If the server refuses ``top_logprobs``, the client asks for fewer, at last for none.
+    If the server refuses ``top_logprobs``, the client requests fewer, and finally none.
     """
 
     def __init__(
@@ -175,7 +175,7 @@ class Endpoint:
         self.name, self.model, self.max_tokens = name, model, max_tokens
         self.client = ChatServer(address, options, AnswerSampling(), field=name)
         self.num_top = TOP_LOGPROBS[0]
-        """Requested ``top_logprobs``; 0: the server refuses log-probabilities."""
+        """Requested ``top_logprobs``; 0 if the server refuses log-probabilities."""
         self._free = asyncio.Semaphore(options.concurrency)
 
     async def ask(
@@ -209,17 +209,17 @@ class Endpoint:
                 except FieldRefused as error:
                     if not had:
                         raise Failure(f"{self.name}: {error}") from error
-                # Requests run at the same time: only the first refusal of a number lowers it.
+                # Requests run concurrently, so only the first refusal of this number lowers it.
                 if self.num_top == had:
                     self.num_top = max((n for n in TOP_LOGPROBS if n < had), default=0)
 
     async def answers(
         self, prompts: Sequence[Prompt], temperature: float, size: int, seed: int
     ) -> Heard:
-        """Return greedy answers, and ``size`` sampled answers per prompt."""
+        """Return a greedy answer and ``size`` sampled answers for each prompt."""
         greedy = await asyncio.gather(*map(self.ask, prompts))
-        # A seed for every answer: with one seed, answers to two prompts depend on each other, and
-        # the tests would take one chance event for many.
+        # Every answer has its own seed. With a common seed, the answers to two prompts would not be
+        # independent, and the tests would count one random event several times.
         asked = [prompt for prompt in prompts for _ in range(size)]
         drawn = await asyncio.gather(
             *(self.ask(prompt, temperature, seed + i) for i, prompt in enumerate(asked))
@@ -235,7 +235,7 @@ class Endpoint:
         return Heard(greedy=list(greedy), sampled=sampled, repeats=repeats)
 
     def remarks(self, heard: Heard, temperature: float, tie: float) -> list[str]:
-        """Describe what the server does otherwise than asked, one sentence each."""
+        """Return one sentence for each way in which the server ignores a request."""
         found = [*self._of_logprobs(heard, tie), *_of_seeds(heard, temperature)]
         return [f"{self.name}: {sentence}" for sentence in found]
 

@@ -1,8 +1,9 @@
-"""Count acceptance by context length, place in the answer, language, kind and variety of text.
+"""Count accepted draft tokens by group: context length, place in the answer, language, kind of text
+and its variety.
 
-Counts come from decoded turns, so they cover any head, from this project or another. If an
-evaluation's traces are complete, counting decodes nothing. Data recipes mix rows by the same
-groups. ``metrics`` counts acceptance by the target's entropy.
+The counts come from decoded turns, so they work for heads of this and other projects. From an
+evaluation's complete traces, they need no decoding. Data recipes mix rows by the same groups.
+``metrics`` has the acceptance by the target's entropy.
 """
 
 import math
@@ -30,21 +31,21 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 GroupCounts = dict[str, list[int]]
-"""DIMENSION/GROUP -> tests, accepted tests, rounds, tokens in these rounds."""
+"""DIMENSION/GROUP -> tested draft tokens, accepted draft tokens, rounds, tokens of these rounds."""
 TAIL_TOKENS = 8
-"""Tokens at the prompt's end to search for an opened thinking block."""
+"""Last tokens of the prompt, searched for the start of a thinking block."""
 PLACE_EDGES = (0, 32, 128, 512, 2048)
-"""Edges of groups by a token's place in the answer. Each group ends below the next edge."""
+"""Edges of the groups by a token's place in the answer. Each group contains its lower edge."""
 WINDOW = 64
-"""Tokens before a place that its text entropy reads."""
+"""Number of tokens before a place whose entropy is its text entropy."""
 TEXT_ENTROPY_EDGES = (0, 2, 2.5, 3, 3.5)
-"""Edges of text entropy groups, in nats. The largest possible value is ln 64 = 4.16."""
+"""Edges of the text entropy groups, in nats. The entropy of 64 tokens is at most ln 64 = 4.16."""
 SEVERAL = "several"
-"""Segment of an answer that is not one kind of text alone, where its rounds have no known place."""
+"""Segment of a turn with several kinds of text, if the places of its rounds are unknown."""
 
 
 def token_segments(result: DecodeResult, tokenizer: "PreTrainedTokenizerBase") -> Iterator[str]:
-    """Yield the kind of text to which each entry in ``token_ids`` belongs."""
+    """Yield the kind of text of each token in ``token_ids``."""
     tail = str(tokenizer.decode(result.prompt_ids[-TAIL_TOKENS:])).rstrip()
     start = THINKING if tail.endswith("<think>") else ANSWER
     pieces = [str(tokenizer.decode([token])) for token in result.token_ids]
@@ -57,19 +58,19 @@ def token_segments(result: DecodeResult, tokenizer: "PreTrainedTokenizerBase") -
 
 
 def text_entropy(ids: Sequence[int]) -> float:
-    """Return the unigram entropy of some tokens, in nats: low for repetitive text.
+    """Return the unigram entropy of the tokens, in nats. Repetitive text has a low entropy.
 
-    H = -sum_v (c_v / W) ln (c_v / W), with c_v occurrences of token v among W tokens
+    H = -sum_v (c_v / W) ln (c_v / W), where token v occurs c_v times among W tokens
     """
     total = sum(count * math.log(count) for count in Counter(ids).values())
     return math.log(len(ids)) - total / len(ids)
 
 
 def _variety(ids: Sequence[int], end: int) -> str:
-    """Return the text entropy group of the place ``end``, or "start" with too few tokens before."""
+    """Return the text entropy group of place ``end``, or "start" within the first WINDOW tokens."""
     if end < WINDOW:
         return "start"
-    # Rounding can push the entropy of equal tokens just below 0.
+    # Rounding can make the entropy of equal tokens slightly negative.
     entropy = max(text_entropy(ids[end - WINDOW : end]), 0.0)
     return str(TEXT_ENTROPY_EDGES[bisect_right(TEXT_ENTROPY_EDGES, entropy) - 1])
 
@@ -77,13 +78,13 @@ def _variety(ids: Sequence[int], end: int) -> str:
 def count_groups(
     result: DecodeResult, answer: str, question: str, tokenizer: "PreTrainedTokenizerBase"
 ) -> GroupCounts:
-    """Count a turn's tested draft tokens and its rounds by group.
+    """Count a turn's tested draft tokens and rounds by group.
 
-    Without ``round_ends``, nobody knows the rounds' places. The whole turn then counts in the
-    groups of its prompt's length, its language, and its segment if there is only one.
+    Without ``round_ends``, the places of the rounds are unknown. Then the whole turn counts in
+    three groups: its prompt's length, its language, and its segment.
 
     Args:
-        question: decides the language if the answer does not show one.
+        question: used to recognize the language if the answer is not enough.
     """
     language = language_of(prose(answer))
     language = language_of(question) if language == "unknown" else language
@@ -116,7 +117,7 @@ def count_groups(
 
 
 def sum_groups(parts: Iterable[GroupCounts]) -> GroupCounts:
-    """Add up counts, group by group."""
+    """Return the sum of the counts by group."""
     total: GroupCounts = {}
     for part in parts:
         for name, values in part.items():
@@ -131,7 +132,7 @@ def _order(name: str) -> tuple[str, float, str]:
 
 
 def acceptance_by_group(rows: Sequence[PromptRecord]) -> list[GroupRecord]:
-    """Return one record for each group with a round or a tested draft token."""
+    """Return one record per group that has a round or a tested draft token."""
     counted = [row.groups for row in rows if row.groups is not UNSET]
     found = []
     for name in sorted({name for counts in counted for name in counts}, key=_order):

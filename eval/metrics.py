@@ -1,7 +1,8 @@
-"""Compute L', acceptance and wall-clock times from sums over decoded turns.
+"""Compute L', acceptance rates and wall-clock times from decoded turns.
 
-Each prompt's record stores counts and times, never ratios. Pooled values are ratios of sums.
-Intervals are bootstraps over conversations, or ``wilson_over_prompts`` for acceptance rates.
+Records of prompts store counts and times. Ratios are computed last, from sums over prompts.
+Confidence intervals are bootstraps over conversations; those of acceptance rates are
+``wilson_over_prompts``.
 """
 
 # P conversations, M repeats, E entropy bins, J positions in a round
@@ -32,20 +33,20 @@ from .record import (
 AUTOREGRESSIVE = "autoregressive"
 """The baseline's schedule and method name."""
 OVERALL = "overall"
-"""Benchmark name for all benchmarks pooled."""
+"""Name for the row with all benchmarks pooled."""
 ENTROPY_EDGES = (0.0, 0.05, 0.2, 0.5, 1.0, 2.0, 3.0)
-"""Bin edges in nats, fixed so that runs can be compared bin by bin. A bin ends below the next edge;
-the last is open."""
+"""Edges of entropy bins, in nats. Each bin contains its lower edge; the last bin has no upper edge.
+The edges are fixed, so you can compare runs bin by bin."""
 Turn = TypeVar("Turn", bound=Hashable)
 
 
 def sum_lists(lists: Sequence[Sequence[int]]) -> list[int]:
-    """Return the element-wise sum of lists with different lengths."""
+    """Return the element-wise sum of lists. Shorter lists are padded with 0."""
     return _padded(lists).sum(0).astype(int).tolist()
 
 
 def _padded(counts: Sequence[Sequence[int]], length: int = 0) -> np.ndarray:
-    """Return an array with one row per list, where shorter lists are padded with 0."""
+    """Return an array with one row per list. Shorter lists are padded with 0."""
     table = np.zeros((len(counts), max([length, *map(len, counts)])))
     for line, row in zip(table, counts, strict=True):
         line[: len(row)] = row
@@ -63,11 +64,11 @@ def pooled_ratio(
 def measure_times(
     results: Sequence[DecodeResult], plain_tokens_per_s: float = math.nan
 ) -> WallClockRecord | None:
-    """Return times measured in one process, or None if no request recorded two token times.
+    """Return the measured times, or None if no request recorded the times of two tokens.
 
-    tokens/s is N divided by the time from first to last token, summed over requests, prefill
-    excluded. Times between tokens are pooled over requests, and are 0 between tokens accepted
-    together.
+    tokens/s excludes the prefill: it is the number of tokens after the first, divided by the time
+    from the first token to the last, both summed over requests. Inter-token times are pooled over
+    requests. They are 0 between tokens accepted together.
     """
     times = [np.asarray(r.token_times_s) for r in results if len(r.token_times_s) > 1]
     if not times:
@@ -94,13 +95,12 @@ def run_record(
     seed: int = 0,
     **fields: Any,
 ) -> RunRecord:
-    """Return one entry for results.json. Missing values are NaN here and null in the file.
+    """Return one entry for results.json. Missing values are NaN; the file stores them as null.
 
     Args:
         results: one per turn, all with the same number of stages.
-        conversations: each result's conversation. None makes every result a conversation of its
-            own.
-        fields: record fields missing in the results, for example the settings.
+        conversations: each result's conversation. By default every result is a conversation.
+        fields: other fields of the record, for example the settings.
     """
     stages = {result.num_stages for result in results}
     if len(stages) != 1:
@@ -114,7 +114,7 @@ def run_record(
     rounds = [length for result in results for length in result.round_lengths]
     tests = sum_lists([result.position_tests for result in results])
     accepts = sum_lists([result.position_accepts for result in results])
-    # Pad to the tests' length, also if nothing was accepted at the last positions.
+    # Nothing may have been accepted at the last positions.
     accepts += [0] * (len(tests) - len(accepts))
     known = {
         "stages": num_stages,
@@ -147,9 +147,9 @@ def run_record(
 def acceptance_length(
     counts: Sequence[tuple[int, int]], num_stages: int, seed: int = 0
 ) -> AcceptanceLength:
-    """Return L' = n sum(N) / sum(K), given N and K of each conversation.
+    """Return L' = n sum(N) / sum(K), with N tokens and K steps per conversation.
 
-    Leave out conversations without steps, which end on the prefill token.
+    Conversations without steps are left out: they ended with the prefill's token.
     """
     decoded = [(num_stages * tokens, steps) for tokens, steps in counts if steps]
     numerator_P, denominator_P = np.array(decoded, dtype=np.float64).reshape(-1, 2).T
@@ -164,7 +164,10 @@ def acceptance_length(
 def acceptance_by_category(
     rows: Sequence[PromptRecord], *, num_stages: int, seed: int = 0
 ) -> dict[str, CategoryRecord]:
-    """Return acceptance rates and L' by category. Pooled benchmarks use "benchmark/category"."""
+    """Return acceptance rates and L' by category.
+
+    With several benchmarks, the keys are "benchmark/category".
+    """
     several = len({row.benchmark for row in rows}) > 1
     groups: dict[str, list[PromptRecord]] = {}
     for row in rows:
@@ -186,7 +189,7 @@ def acceptance_by_category(
 
 
 def rate_fields(accepts_P: np.ndarray, tests_P: np.ndarray) -> Values:
-    """Return record fields with the counts, their ratio and its interval."""
+    """Return the counts, the acceptance rate and its interval as record fields."""
     accepts, tests = int(accepts_P.sum()), int(tests_P.sum())
     return {
         "tests": tests,
@@ -197,18 +200,18 @@ def rate_fields(accepts_P: np.ndarray, tests_P: np.ndarray) -> Values:
 
 
 def acceptance_intervals_by_position(rows: Sequence[PromptRecord]) -> list[Interval]:
-    """Return a confidence interval for each entry in "acceptance_by_position"."""
+    """Return a confidence interval for each value in "acceptance_by_position"."""
     tests_PJ = _padded([row.position_tests for row in rows])
     accepts_PJ = _padded([row.position_accepts for row in rows], tests_PJ.shape[1])
     return [wilson_over_prompts(a, t) for a, t in zip(accepts_PJ.T, tests_PJ.T, strict=True)]
 
 
 def token_tests(result: DecodeResult) -> Iterator[tuple[int, bool]]:
-    """Yield, for each tested draft token, the index in ``token_ids`` of the output token at its
-    place, and True if the draft token was accepted.
+    """Yield an index into ``token_ids``, and True if accepted, for each tested draft token.
 
-    A round's tokens are accepted draft tokens, except perhaps the last. The last place was not
-    tested if the round's end is "u". After a rejection, the last token replaces the rejected one.
+    All tokens of a round are accepted draft tokens, except that the last one may not be. After a
+    rejection, it replaces the rejected draft token. If the round's end is "u", no draft token was
+    tested in its place.
     """
     index = 1  # after the token from the prefill
     for length, end in zip(result.round_lengths, result.round_ends, strict=True):
@@ -221,10 +224,10 @@ def token_tests(result: DecodeResult) -> Iterator[tuple[int, bool]]:
 def count_by_entropy(
     result: DecodeResult, entropies: Sequence[float]
 ) -> tuple[list[int], list[int]]:
-    """Count tested and accepted draft tokens by bins of the target's entropy at the token."""
+    """Count tested and accepted draft tokens in bins of the target's entropy at their position."""
     tests, accepts = [0] * len(ENTROPY_EDGES), [0] * len(ENTROPY_EDGES)
     for index, accepted in token_tests(result):
-        # Rounding can push a certain token's entropy just below 0.
+        # Rounding can make the entropy of a certain token slightly negative.
         place = max(bisect_right(ENTROPY_EDGES, entropies[index]) - 1, 0)
         tests[place] += 1
         accepts[place] += accepted
@@ -232,7 +235,7 @@ def count_by_entropy(
 
 
 def acceptance_by_entropy(rows: Sequence[PromptRecord]) -> list[EntropyRecord]:
-    """Return a record for every entropy bin, or an empty list if no entropies were counted."""
+    """Return one record per entropy bin, or an empty list if no entropies were recorded."""
     tests_PE = _padded([row.entropy_tests for row in rows if row.entropy_tests is not UNSET])
     accepts_PE = _padded([row.entropy_accepts for row in rows if row.entropy_accepts is not UNSET])
     edges = zip(ENTROPY_EDGES, [*ENTROPY_EDGES[1:], math.inf], strict=True)
@@ -242,11 +245,11 @@ def acceptance_by_entropy(rows: Sequence[PromptRecord]) -> list[EntropyRecord]:
     ]
 
 
-# -- repeats: decoded again with the same random numbers, so the same tokens at other times --------
+# -- repeats: the same random numbers give the same tokens, only the times differ ------------------
 
 
 def decode_seconds(result: DecodeResult) -> float:
-    """Return seconds from first to last token, as tokens/s counts them."""
+    """Return the seconds from the first token to the last, the time used for tokens/s."""
     times_s = result.token_times_s
     return times_s[-1] - times_s[0] if times_s else 0.0
 
@@ -254,7 +257,7 @@ def decode_seconds(result: DecodeResult) -> float:
 def repeats_record(
     rows: Sequence[PromptRecord], repeats: Sequence[Mapping[Turn, DecodeResult]]
 ) -> RepeatsRecord:
-    """Return the record for M repeats. ``repeats`` has each repeat's results by turn."""
+    """Return the record for M repeats. ``repeats`` contains the results of each repeat, by turn."""
     outcomes = [
         {key: (result.token_ids, result.num_steps) for key, result in turns.items()}
         for turns in repeats

@@ -1,4 +1,4 @@
-"""Decode with a target, a draft and a schedule, exactly as the target alone would decode."""
+"""Decode prompts with a target, a draft and a schedule. The output is the target's own."""
 
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -29,12 +29,12 @@ DraftNetwork = Draft | LanguageModelDraft | Lookup
 
 
 class Engine:
-    """Decodes prompts one at a time on a ``LocalPipeline`` with a virtual clock."""
+    """Decodes one prompt at a time on a ``LocalPipeline`` with a virtual clock."""
 
     kind: ClassVar[str] = "pipeline"
-    """Kind of the schedules that this engine runs (``Schedule.engine``)."""
+    """This engine runs the schedules with this value of ``Schedule.engine``."""
     refusal: ClassVar[str] = "needs another engine"
-    """Why a schedule of another kind is refused, unless its ``elsewhere`` says more."""
+    """Error text for a schedule of another kind that has no ``elsewhere`` text."""
     session_class: ClassVar[type[Session]] = Session
 
     def __init__(
@@ -51,8 +51,8 @@ class Engine:
         Args:
             target: causal LM from ``load_target``.
             draft: from ``load_draft`` or ``load_draft_model``; None for autoregressive decoding.
-            source: draft source to use instead of a neural network, for example a simulated draft.
-            connect: builds the pipeline (``LocalPipeline``, or a method of a ``Cluster``).
+            source: replaces the neural network, for example by a simulated draft.
+            connect: builds the pipeline: ``LocalPipeline``, or a method of a ``Cluster``.
 
         Raises:
             ValueError: the schedule needs a draft, or the draft was trained for another number of
@@ -73,7 +73,7 @@ class Engine:
         if config.never_slower:
             self.meter = DraftMeter()
         self.shapes = ShapeMeter()
-        """Times rounds for ``--tree auto``."""
+        """Timer that chooses draft shapes for ``--tree auto``."""
         self._check_growth()
 
     def _stage(self, target: PreTrainedModel) -> StagedTarget:
@@ -96,7 +96,7 @@ class Engine:
         return staged
 
     def _check_growth(self) -> None:
-        """Reject a schedule of another kind of engine, or one that the draft does not support."""
+        """Raise ValueError if this engine or the draft does not support the schedule."""
         schedule, source = self.config.schedule, self.make_source()
         fitting = [name for name, other in SCHEDULES.items() if other.engine == self.kind]
         if schedule.name not in (*fitting, "autoregressive"):
@@ -106,7 +106,7 @@ class Engine:
         if source is not None and schedule.grows is not None and schedule.grows not in source.grows:
             known = [name for name in fitting if SCHEDULES[name].grows in source.grows]
             own = None if self.draft is None else default_schedule(self.draft.draft_type)
-            # A stable sort: the draft's own schedule is named first.
+            # The sort is stable. It puts the draft's own schedule first.
             known.sort(key=lambda name: name != own)
             raise ValueError(
                 f"schedule: {schedule.name!r} grows {schedule.grows}, which this draft cannot; "
@@ -119,13 +119,13 @@ class Engine:
         if self.draft is None:
             return None
         schedule = self.config.schedule
-        # Only SPD heads are trained for a timing; other sources keep the defaults of make_source.
+        # Only SPD heads depend on the timing. Other sources use make_source's defaults.
         own = ("timing", "tokens_per_step") if isinstance(schedule, SPDSchedule) else ()
         return make_source(self.draft, **{name: getattr(schedule, name) for name in own})
 
     @property
     def draft_cost(self) -> float:
-        """Modeled time per draft forward, in target passes over one token."""
+        """Modeled time of a draft forward, in units of a target pass over one token."""
         known = self.config.cost.draft_forward
         if known is not None or self.draft is None:
             return known or 0.0
@@ -144,9 +144,9 @@ class Engine:
 
         Args:
             prompt_ids: token ids, chat template applied.
-            prompt_index: part of the random-number key.
-            on_token: called with each new token once verified.
-            observer: notified about tokens and steps; may end the sequence.
+            prompt_index: selects the prompt's random numbers.
+            on_token: called with each verified token.
+            observer: receives every token and step, and can end the sequence.
 
         Raises:
             ValueError: the prompt is empty or longer than the target's maximum length.
@@ -158,7 +158,7 @@ class Engine:
             self.config.schedule.run(session)
             result = session.finish()
         except BaseException:
-            # An interrupt, too, must leave the pipeline ready for another prompt.
+            # Reset the pipeline for the next prompt, also after an interrupt.
             self.pipeline.abandon()
             raise
         marks = format_marks(self.tokenizer)
@@ -172,7 +172,7 @@ class Engine:
         on_token: Callable[[int], None] | None = None,
         observer: Observer | None = None,
     ) -> Session:
-        """Open the pipeline for a sequence. For the arguments see ``decode``."""
+        """Open the pipeline for a sequence. See ``decode`` for the arguments."""
         config = self.config
         self.open_pipeline(prompt_index)
         verifier = make_verifier(

@@ -1,6 +1,6 @@
 """Architecture settings of the heads.
 
-No torch: commands check their options before importing it.
+This module does not import torch, so that commands can check their options first.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from ..transformer.boundaries import stage_boundaries
 
 
 def check_layers(layers: Sequence[int], last: int) -> None:
-    """Refuse fused layers outside a target with ``last`` layers (0: not known yet)."""
+    """Raise UsageError for a fused layer above ``last``, the target's layer count (0: unknown)."""
     if last and not all(0 <= layer <= last for layer in layers):
         raise UsageError(
             f"model.feature_layers: {list(layers)} are not all in 0..{last}; the target has {last} "
@@ -27,7 +27,7 @@ class StagedDraftConfig:
     num_stages: int = 4
     """n: pipeline stages in the target."""
     boundaries: tuple[int, ...] = ()
-    """Stage boundaries 0..L for an intentionally uneven split; empty: as even as possible."""
+    """Stage boundaries from 0 to L, for an uneven split; empty: as even as possible."""
     num_target_layers: int = 0
     """L, the target's layer count; filled in from the target."""
     draft_vocab_size: int | None = None
@@ -37,41 +37,41 @@ class StagedDraftConfig:
 
     @property
     def cut(self) -> tuple[int, ...]:
-        """Stage boundaries 0..L, computed if none are given."""
+        """Stage boundaries from 0 to L, computed if none are given."""
         return self.boundaries or stage_boundaries(self.num_target_layers, self.num_stages)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SPDConfig(StagedDraftConfig):
-    """Architecture of the SPD head, run next to the stages."""
+    """Architecture of the SPD head, which drafts while the stages run."""
 
     num_layers: int = 2
     """Decoder layers in the head (Ls)."""
     features: Literal["paper", "anchors", "listed"] = "paper"
-    """Layers fused into the feature at each depth; l: the last layer passed. paper: 0, l // 2, l.
-    anchors: 0 and all in ``anchors`` up to l. listed: those in ``depth_layers``."""
+    """Layers fused into the feature at each depth, up to l, the last layer passed. paper: 0, l // 2
+    and l. anchors: 0 and those in ``anchors`` up to l. listed: those in ``depth_layers``."""
     anchors: tuple[int, ...] = ()
     """Layer indices for ``features: anchors``, ascending."""
     depth_layers: tuple[tuple[int, ...], ...] = ()
-    """Layer indices for depths 1, 2 .. n with ``features: listed``."""
+    """Layer indices for each depth 1 .. n, for ``features: listed``."""
     layer_projections: bool = False
-    """Add one projection per layer for the features at each depth 1 .. n, as in the authors'
-    version 10; requires ``query: newest``."""
+    """Add a projection per layer to the features at each depth 1 .. n, as in the authors' version
+    10; requires ``query: newest``."""
     normed_last: bool = False
-    """Index L means the state after the target's final norm, as in the authors' releases."""
+    """Layer L is the state after the target's final norm, as in the authors' releases."""
     query: Literal["newest", "all"] = "newest"
-    """newest: only the newest token's stream passes the head's layers. all: the streams of all
-    depths do."""
+    """Streams that pass the head's layers. newest: only the newest token's. all: those of all
+    depths."""
     timing: Literal["input_states", "output_states"] = "input_states"
-    """States the head reads. input_states: before a step. output_states: after it, each token one
-    stage deeper, so depth 0 is missing. Decode with the same timing."""
+    """States that the head reads. input_states: those before a step. output_states: those after it,
+    when each token is one stage deeper and depth 0 is missing. Decode with the same timing."""
     tokens_per_step: int = 1
-    """Draft tokens per branch and step, one forward each; useful if Ls < L / n leaves time for
-    several. They enter together with the same depth. Decode with the same number."""
+    """Draft tokens per branch and step, with one forward each. Several help if Ls < L / n leaves
+    time. They enter together at the same depth. Decode with the same number."""
 
     def __post_init__(self) -> None:
         check_ranges(self, {"num_stages": "[1, inf)", "num_layers": "[1, inf)"}, "model.")
-        # The head drafts while the stages run; with output states they wait for each draft token.
+        # The head drafts while the stages run. With output states, the stages wait for every token.
         most = 1 if self.lead else self.num_target_layers or "inf"  # 0 layers: not known yet
         check_ranges(self, {"tokens_per_step": f"[1, {most}]"}, "model.")
         if self.max_in_flight < 1:
@@ -101,14 +101,14 @@ class SPDConfig(StagedDraftConfig):
 
     @property
     def lead(self) -> int:
-        """Number of stages that the newest token has passed, 1 with output states, else 0."""
+        """Number of stages that the newest token has passed: 1 with output states, else 0."""
         return int(self.timing == "output_states")
 
     @property
     def max_in_flight(self) -> int:
         """Maximum number of rows in flight before the newest row. Earlier rows are committed.
 
-        With m tokens per step this is m n + m - 1, including m - 1 rows just drafted. With output
+        With m tokens per step it is m n + m - 1, where m - 1 rows were just drafted. With output
         states it is one less.
         """
         return self.num_stages * self.tokens_per_step + self.tokens_per_step - 1 - self.lead
@@ -116,14 +116,14 @@ class SPDConfig(StagedDraftConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class PPSDConfig(StagedDraftConfig):
-    """PPSD head's architecture; it reads the first stage's output."""
+    """Architecture of the PPSD head, which reads the first stage's output."""
 
     num_layers: int = 1
-    """Decoder layers in the head (Ls). Each step waits for them: with L target layers, n stages and
-    acceptance length L', the speed-up is L' L / (Ls n + L)."""
+    """Decoder layers in the head (Ls). Every step waits for them: the speed-up is L' L / (Ls n + L)
+    with L target layers, n stages and acceptance length L'."""
 
     def __post_init__(self) -> None:
-        # With one stage no token is in flight, so there is nothing to draft meanwhile.
+        # With one stage no token is in flight during a draft.
         check_ranges(self, {"num_stages": "[2, inf)", "num_layers": "[1, inf)"}, "model.")
 
 
@@ -134,7 +134,7 @@ class EagleConfig:
     num_target_layers: int = 0
     """L, the target's layer count; filled in from the target."""
     fc_bias: bool = True
-    """Bias in the projection; some of the authors' heads have none."""
+    """Give the projection a bias. Some of the authors' heads have none."""
     attention_bias: bool = False
     """Biases in the query, key and value projections."""
 
@@ -168,11 +168,11 @@ class Eagle3Config:
     attention_bias: bool = False
     """Biases in the query, key and value projections."""
     sliding_window: int | None = None
-    """Positions that a row sees in training and decoding, its own included; None: all."""
+    """Number of positions that a row attends to, including its own; None: all."""
     rope_theta: float | None = None
-    """Base for the head's rotary positions; None: the target's."""
+    """Base of the head's rotary positions; None: the target's."""
     rope_scaling: dict[str, Any] | None = None
-    """Scaling for the head's rotary positions in transformers' form; None: the target's."""
+    """Scaling of the head's rotary positions, as in transformers; None: the target's."""
 
     def __post_init__(self) -> None:
         if self.fc_norm and self.norm_before_fc:
@@ -198,14 +198,14 @@ class Eagle3Config:
         return parameters | own
 
     def for_target(self, num_layers: int) -> "Eagle3Config":
-        """Return the configuration with the target's depth and the fused layers filled in."""
+        """Return the configuration with the target's layer count and the fused layers filled in."""
         layers = self.feature_layers or three_feature_layers(num_layers)
         return replace(self, num_target_layers=num_layers, feature_layers=layers)
 
 
 def three_feature_layers(num_layers: int) -> tuple[int, ...]:
-    """Return the authors' choice, (2, L // 2, L - 3), or fewer layers for a shallow target."""
-    if num_layers < 6:  # 2, L // 2 and L - 3 would meet or cross
+    """Return the authors' layers (2, L // 2, L - 3), or fewer for a target with few layers."""
+    if num_layers < 6:  # 2, L // 2 and L - 3 would not be distinct and ascending
         return tuple(sorted({min(1, num_layers), num_layers // 2, num_layers}))
     return 2, num_layers // 2, num_layers - 3
 
@@ -217,8 +217,8 @@ class MTPConfig:
     num_target_layers: int = 0
     """L, the target's layer count; filled in from the target."""
     native: bool = False
-    """True: Qwen3.5's own layer, with an output gate in the attention, and norms with factor 1 +
-    weight. False: a Llama layer, or a Qwen3 layer for a Qwen3 target. An import sets this."""
+    """True: Qwen3.5's MTP layer, with an output gate in the attention, and norms with factor 1 +
+    weight. False: a Llama layer, or a Qwen3 layer for a Qwen3 target. `models import` sets this."""
 
     @property
     def num_layers(self) -> int:
@@ -232,11 +232,11 @@ class DFlashConfig:
     num_layers: int = 5
     """Decoder layers in the head."""
     block_size: int = 16
-    """Rows per block, including the anchor: one more than the draft tokens per block."""
+    """Rows per block: the anchor and a row for each draft token."""
     feature_layers: tuple[int, ...] = ()
     """Target layers whose raw hidden states are fused, 0 = embedding; empty: five, 2 to L - 2."""
     mask_token_id: int | None = None
-    """Token embedded at masked rows; None: the last token in the vocabulary."""
+    """Token id of the masked rows; None: the last id in the vocabulary."""
     draft_vocab_size: int | None = None
     """U: draft vocabulary size (most frequent training tokens); None: the target's vocabulary."""
     num_target_layers: int = 0
@@ -248,7 +248,7 @@ class DFlashConfig:
 
     @property
     def first_row(self) -> int:
-        """Block row with the first draft token."""
+        """Row of a block that predicts the first draft token."""
         return 1
 
     @property
@@ -271,7 +271,7 @@ class DFlashConfig:
 
 
 def five_feature_layers(num_layers: int) -> tuple[int, ...]:
-    """Return the authors' five evenly spaced layers from 2 to L - 2, or fewer if L is small."""
+    """Return the authors' five evenly spaced layers from 2 to L - 2, or fewer for few layers."""
     if num_layers < 6:
         return tuple(sorted({min(1, num_layers), num_layers // 2, num_layers}))
     return tuple(sorted({round(2 + part * (num_layers - 4) / 4) for part in range(5)}))
@@ -282,15 +282,15 @@ class DSparkConfig(DFlashConfig):
     """Architecture of the DSpark head."""
 
     block_size: int = 7
-    """Rows per block; each gives a draft token, the anchor's row only with sample_from_anchor."""
+    """Rows per block. Each predicts a draft token; the anchor's only with sample_from_anchor."""
     markov_rank: int = 256
-    """r, rank of the token-pair table; 0: no table, so the block is DFlash's."""
+    """r, rank of the token-pair table; 0: no table, as in DFlash."""
     confidence: Literal["pair", "state", "none"] = "pair"
-    """Input for predicting acceptance. state: the output at a token's place. pair: also the table's
-    row for the previous token. none: no prediction."""
+    """Input for the predicted acceptance. state: the output at the token's place. pair: also the
+    table's row for the previous token. none: no prediction."""
     sample_from_anchor: bool = True
-    """True: every row predicts the token after its own, including the anchor's. False: each mask
-    row predicts its own token, as in DFlash."""
+    """True: every row, also the anchor's, predicts the next position's token. False: each masked
+    row predicts its own position's token, as in DFlash."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -307,21 +307,21 @@ class DSparkConfig(DFlashConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class FlexSpecConfig:
-    """Architecture of the FlexSpec draft. The preset sets omitted fields."""
+    """Architecture of the FlexSpec draft. The preset sets the fields that you leave out."""
 
     preset: Literal["paper", "practical"] = "practical"
-    """paper: embeddings enter the anchor directly, and its raw output enters the MLP. practical: a
-    linear map and an RMSNorm before the anchor, the target's final norm after it."""
+    """paper: the anchor reads the embeddings, and the MLP reads the anchor's raw output. practical:
+    a linear map and an RMSNorm come before the anchor, the target's final norm after it."""
     residual: bool | None = None
-    """Add the MLP's output to its input. Preset: paper no, practical yes."""
+    """Add the MLP's output to its input. Default: no for paper, yes for practical."""
     head_init: Literal["random", "target"] | None = None
-    """Initial vocabulary projection; target: its LM head. Preset: paper random, practical:
-    target."""
+    """Initial weights of the vocabulary projection; target: the target's LM head. Default: random
+    for paper, target for practical."""
     stem_layers: int = 0
-    """Trainable decoder layers between the stem and the anchor; practical only."""
+    """Trainable decoder layers between stem and anchor; only for practical."""
     feature_source: Literal["none", "self"] = "none"
-    """self: read the sequence twice. The second reading's stem gets the embedding and the first
-    reading's output at the previous position. Practical only."""
+    """self: read the sequence twice. The second time, the stem gets the embedding and the first
+    reading's output at the previous position. Only for practical."""
     draft_vocab_size: int | None = None
     """U: draft vocabulary size (most frequent training tokens); None: the target's vocabulary."""
 
