@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 
 from ..endings import leave_at_interrupts, run_command
-from ..options import Options, subcommand
+from ..options import subcommand
 
 if __name__ == "__main__":
     leave_at_interrupts()
@@ -15,9 +15,6 @@ from ..inference.arguments import backend_of, check_paths
 from .arguments import COMMANDS, EvalOptions, ParityOptions
 
 SUBCOMMANDS = sorted(["compare", "parity", "replay", "report", *COMMANDS])
-OPTIONS: dict[str, type[Options]] = {"parity": ParityOptions}
-"""Options to read before the subcommand's module, which imports torch; ``run`` gets them, too."""
-
 
 build_parser = EvalOptions.parser
 
@@ -35,7 +32,10 @@ def run(argv: Sequence[str]) -> None:
         if name in COMMANDS:
             COMMANDS[name].start(words)
             return
-        read = [OPTIONS[name].read(words)] if name in OPTIONS else []
+        # Read here, because the subcommand's module imports torch.
+        read = [ParityOptions.read(words)] if name == "parity" else []
+        for parity in read:
+            check_paths([parity.checkpoint], parity.target, None)
         importlib.import_module(f".{name}", __package__).run(*read, words)
         return
     flags = {word.partition("=")[0] for word in argv}

@@ -295,7 +295,11 @@ TYPED = [
     *([f"models {name}", "--outt", "x"] for name in ("export", "import", "push", "from-gguf")),
     ["doctor", "--jsn"],
     *([name, "--target", "no/such/folder"] for name in ("eval", "inference", "inference.demo")),
-    *(["models " + name, "--checkpoint", "no/such/head"] for name in ("export", "push")),
+    *(
+        [name, "--checkpoint", "no/such/head"]
+        for name in ("models export", "models push", "eval parity", "inference.serving")
+    ),
+    ["inference.vllm", "out/smollm2", "--draf", "ngram"],
     ["train", "--config", "configs/spd/tiny.yaml", "--target", "./asets/target"],
     ["train", "--config", "configs/spd/tiny.yaml", "--data", "nosuch.jsonl"],
     ["data_recipes", "--data", "nosuch.jsonl", "--tokenizer", "assets/target", "--out", "out/x"],

@@ -10,7 +10,7 @@ if __name__ == "__main__":
     # Before the slow imports: Ctrl-C inside them would print a traceback.
     leave_at_interrupts()
 
-from ..arguments import backend_of
+from ..arguments import backend_of, check_paths
 from ..server_options import read_tokens
 from .options import KEY_VARIABLE, ServeOptions
 
@@ -21,6 +21,7 @@ def main(words: Sequence[str] | None = None) -> None:
     """Serve with the options in ``words``, or in this process's command line by default."""
     options = ServeOptions.read(sys.argv[1:] if words is None else words)
     keys = read_tokens(options.api_key_file, option="--api-key-file", variable=KEY_VARIABLE)
+    check_paths([options.checkpoint], options.target, options.draft_model)
     from . import listen
 
     with backend_of(options) as cluster:

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from difflib import get_close_matches
 from pathlib import Path
 
 from ...endings import leave_at_interrupts, run_command
@@ -16,6 +17,7 @@ if __name__ == "__main__":
     leave_at_interrupts()
 
 from ...files import make_place
+from ...options import flags_of
 from .gate import (
     CANNOT_WORK,
     KEY,
@@ -41,6 +43,8 @@ print(json.dumps([found, importlib.util.find_spec("pipedraft") is not None]))
 """
 """Prints vLLM's version, and whether pipedraft is installed beside it."""
 PROBE_S = 60
+LIKE_OURS = 0.9
+"""Least likeness of a misspelled option of ours. vLLM's own options are less like ours."""
 ALLOWED = {"--distributed-executor-backend": "mp"}
 """Option -> its allowed value; for all others the gate refuses it is 1."""
 
@@ -49,17 +53,20 @@ build_parser = VllmOptions.parser
 
 
 def check_words(words: Sequence[str], *, untested: bool) -> None:
-    """Refuse vLLM's options that the scheduler would refuse when the engine has started.
+    """Refuse vLLM's options that the scheduler would refuse, and misspelled options of ours.
 
     Raises:
-        UsageError: one of them is given, with another value than the allowed one.
+        UsageError: an option is refused, with another value than the allowed one, or misspelled.
     """
+    known = flags_of(build_parser())
     reasons = {} if untested else {r.name: f"not tried; {r.reason}" for r in NOT_TRIED}
     reasons |= {r.name: f"cannot fill the pipeline: {r.reason}" for r in CANNOT_WORK}
     ours = ("--scheduler-cls", "--worker-cls", "--additional-config")
     reasons |= dict.fromkeys(ours, "this command sets it; leave it out")
     for index, word in enumerate(words):
         flag, equals, value = word.partition("=")
+        if flag.startswith("--") and (near := get_close_matches(flag, known, 1, LIKE_OURS)):
+            raise UsageError(f"{flag}: unknown; did you mean {near[0]}? (see --help)")
         if flag in reasons:
             value = value if equals else "".join(words[index + 1 : index + 2])
             if value != ALLOWED.get(flag, "1"):

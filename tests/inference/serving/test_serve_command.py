@@ -159,7 +159,7 @@ BAD = [
     (["--request-s", "nan"], ["--request-s", "nan", "float"]),
     (["--temperature", "1"], ["--temperature", "unknown"]),
     (["--target", "nowhere"], ["target", "nowhere", "existing folder"]),
-    (["--target", "nowhere", "--schedule", "spdd"], ["schedule", "'spdd'"]),
+    (["--target", ".", "--schedule", "spdd"], ["schedule", "'spdd'"]),
 ]
 
 
