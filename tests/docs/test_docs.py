@@ -2,6 +2,7 @@
 
 import ast
 import csv
+import json
 import re
 import runpy
 from collections.abc import Iterator
@@ -301,12 +302,23 @@ def test_a_message_that_nothing_says_is_noticed(texts):
 
 def test_the_pictures_are_what_the_engine_draws(tmp_path):
     folder = REPOSITORY / "docs" / "images"
-    for name in ("draw_schedules", "draw_links", "draw_demo", "draw_benchmarks", "draw_flow"):
+    drawings = ("schedules", "links", "demo", "benchmarks", "flow", "screens")
+    for name in (f"draw_{drawing}" for drawing in drawings):
         run_module(f"docs/images/{name}.py", ["--out", str(tmp_path)])
     names = sorted(path.name for path in folder.glob("*.svg"))
     assert names == sorted(path.name for path in tmp_path.iterdir())
     for name in names:
         assert (folder / name).read_text() == (tmp_path / name).read_text(), f"draw {name} again"
+
+
+def test_the_screens_are_those_of_commands_that_still_parse(monkeypatch):
+    """``record_screens.py`` records them again; times are a machine's own."""
+    monkeypatch.chdir(REPOSITORY)
+    commands = runpy.run_path(str(REPOSITORY / "docs/images/record_screens.py"))["COMMANDS"]
+    shown = json.loads((REPOSITORY / "docs/images/screens.json").read_text())
+    assert {name: screen["command"] for name, screen in shown.items()} == commands
+    for command in commands.values():
+        check(make_command("record_screens.py", 0, command))
 
 
 # -- figures --------------------------------------------------------------------------------
