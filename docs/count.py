@@ -26,7 +26,7 @@ NO_CODE = {
     tokenize.DEDENT,
     tokenize.ENDMARKER,
 }
-MAX_CODE_LINES = 41_264
+MAX_CODE_LINES = 41_450
 """What stands now. A change that adds code raises it in the same commit."""
 
 
@@ -105,7 +105,7 @@ def figures() -> dict[str, tuple[int, int]]:
         "code lines": (sum(code_lines(*item) for item in trees.items()), MAX_CODE_LINES),
         "lines of the largest file": (max(num_matches([path], "\n") for path in source), 700),
         "test lines": (num_matches(sorted((ROOT / "tests").rglob("*.py")), "\n"), lines * 4 // 5),
-        "benchmark scripts": (len(benchmarks), 33),
+        "benchmark scripts": (len(benchmarks), 34),
         "Any, as a word": (num_matches(source, r"\bAny\b"), 190),
         "imports in functions": (sum(map(imports_in_functions, trees.values())), 60),
         "import circles": (len(circles(import_graph(trees))), 0),

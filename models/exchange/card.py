@@ -47,7 +47,7 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     "dspark": ("sglang", "speculators"),
 }
 """Export layouts per head type."""
-GGUF_HEADS = ("eagle3", "dflash")
+GGUF_HEADS = ("eagle3", "dflash", "dspark")
 """Head types that export writes for llama.cpp, too."""
 LICENSE_FIELDS = ("license", "license_name", "license_link")
 

@@ -1,11 +1,11 @@
-"""Export EAGLE-3 and DFlash heads as GGUF files, as llama.cpp's converter writes them.
+"""Export EAGLE-3, DFlash and DSpark heads as GGUF files, as llama.cpp's converter writes them.
 
     llama-server -m TARGET.gguf -md OUT/draft.gguf --spec-type draft-eagle3 --spec-draft-n-max 3
 
-llama.cpp reads the embedding and, for a whole vocabulary, DFlash's LM head from the target. The
-tokenizer is copied from the target's GGUF file, because llama.cpp compares the draft's with the
-target's. Names and keys follow llama.cpp's ``conversion/llama.py`` and ``conversion/qwen.py`` as on
-2026-08-24.
+llama.cpp reads the embedding and, for a whole vocabulary, the LM head of DFlash and DSpark from the
+target. The tokenizer is copied from the target's GGUF file, because llama.cpp compares the draft's
+with the target's. Names and keys follow ``conversion/llama.py`` and ``conversion/qwen.py`` of
+llama.cpp 0.5.0. DSpark has DFlash's architecture and a token-pair table there.
 """
 
 # N query or key heads, D head size
@@ -21,6 +21,7 @@ from torch import Tensor
 from ...errors import requirement
 from ...files import write_folder
 from ..heads.dflash import DFlash
+from ..heads.dspark import DSpark
 from ..heads.eagle3 import Eagle3
 from .chain import draft_tokens, validated_acceptance
 from .export import HeadTarget, load_head, no_place, prepare
@@ -29,12 +30,16 @@ FILE = "draft.gguf"
 UNREAD = ("fc_norm", "norm_output", "query_key_norm", "sliding_window")
 """EAGLE-3 settings ignored by llama.cpp."""
 NUM_EAGLE_LAYERS = 3
+HEADS = (Eagle3, DFlash, DSpark)
 AROUND = {
     "norm": "output_norm",
     "lm_head": "output",
     "fc": "fc",
     "hidden_norm": "enc.output_norm",
     "input_norm": "enc.output_norm",
+    "markov_head.markov_w1": "markov_w1",
+    "markov_head.markov_w2": "markov_w2",
+    "confidence_head.proj": "conf_proj",
 }
 BLOCK = {
     "hidden_norm": "attn_norm_2",
@@ -71,7 +76,7 @@ def export_gguf(folder: Path, out: Path, *, target: str | None) -> tuple[list[Pa
             f"--target: {target!r} is no GGUF file; --format gguf copies the tokenizer of the "
             "target's, give the file that llama-server -m loads"
         )
-    head, description = load_head(folder, "gguf", [Eagle3.draft_type, DFlash.draft_type])
+    head, description = load_head(folder, "gguf", [one.draft_type for one in HEADS])
     assert isinstance(head, Eagle3 | DFlash)
     own_target = HeadTarget(head.reference, folder)
     prepare(head, own_target.files if head.shares_head else None)
@@ -99,6 +104,8 @@ def check_head(head: Eagle3 | DFlash) -> None:
         found = {name: getattr(config, name) for name in UNREAD if getattr(config, name)}
         if len(config.feature_layers) != NUM_EAGLE_LAYERS:
             found["feature_layers"] = list(config.feature_layers)
+    if isinstance(head, DSpark) and not head.config.markov_rank:  # would load as a DFlash head
+        found["markov_rank"] = 0
     if rope["rope_type"] != "default":  # the writer below stores a base, no scaling
         found["rope_type"] = rope["rope_type"]
     for name, value in found.items():
@@ -116,11 +123,14 @@ def tensors_of(head: Eagle3 | DFlash, target: HeadTarget) -> dict[str, Tensor]:
     heads = {"attn_q": layer.num_heads, "attn_k": layer.num_key_value_heads}
     weights = head.state_dict()
     weights.pop("draft_ids", None)  # written as d2t below
+    if isinstance(head, DSpark) and head.config.confidence != "pair":
+        # llama.cpp knows no other confidence head. Without one it drafts the same tokens.
+        weights = {name: x for name, x in weights.items() if "confidence_head" not in name}
     for name, value in weights.items():
-        stem = name.removesuffix(".weight")
+        stem, _, part = name.rpartition(".")
         match = re.fullmatch(r"(?:midlayer|layers\.(\d+))\.(.+)", stem)
         if match is None:
-            tensors[f"{AROUND[stem]}.weight"] = value
+            tensors[f"{AROUND[stem]}.{part}"] = value
             continue
         inner = BLOCK[match[2]]
         if isinstance(head, Eagle3) and inner in heads:
@@ -165,7 +175,8 @@ def write_file(
     path: Path, head: Eagle3 | DFlash, tensors: dict[str, Tensor], tokenizer: dict[str, Any]
 ) -> None:
     gguf = _library()
-    layer, config, kind = head.layer_config, head.config, head.draft_type
+    layer, config = head.layer_config, head.config
+    kind = "eagle3" if isinstance(head, Eagle3) else "dflash"
     writer = gguf.GGUFWriter(path, kind)
     writer.add_block_count(config.num_layers)
     writer.add_context_length(layer.max_positions)
@@ -187,6 +198,10 @@ def write_file(
         writer.add_bool(f"{kind}.norm_before_fc", head.config.norm_before_fc)
     else:
         writer.add_uint32(f"{kind}.block_size", head.config.block_size)
+        if isinstance(head, DSpark):
+            writer.add_bool(f"{kind}.sample_from_anchor", head.config.sample_from_anchor)
+            has_confidence = "conf_proj.weight" in tensors
+            writer.add_bool(f"{kind}.has_confidence_head", has_confidence)
         # The head's own mask token replaces the one in the target's file.
         tokenizer = {name: x for name, x in tokenizer.items() if "mask_token_id" not in name}
         assert head.config.mask_token_id is not None, "refused by DFlash"

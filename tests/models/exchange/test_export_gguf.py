@@ -94,13 +94,37 @@ def test_a_dflash_head_reads_embedding_and_lm_head_off_the_target(
         assert torch.equal(own[f"{ours}.weight"], tensors[f"{theirs}.weight"])
 
 
+@pytest.mark.parametrize("confidence", ["pair", "state"])
+def test_a_dspark_head_is_a_dflash_head_with_a_table(
+    tmp_path, target, confidence, monkeypatch, capfd
+):
+    options = {"confidence": confidence, "sample_from_anchor": False}
+    head, words = write_head(tmp_path, target, "dspark", **options)
+    assert call("models", words, monkeypatch) == 0
+    count = head.config.num_tokens
+    assert f"--spec-type draft-dspark --spec-draft-n-max {count}" in capfd.readouterr().out
+    fields, tensors = read(tmp_path / "out" / "draft.gguf")
+    assert fields["general.architecture"] == "dflash"
+    assert fields["dflash.block_size"] == count + 1 and not fields["dflash.sample_from_anchor"]
+    assert fields["dflash.has_confidence_head"] == (confidence == "pair")
+    own = load_draft(str(tmp_path / "head"), target).state_dict()
+    names = {"markov_head.markov_w1.weight": "markov_w1.weight"}
+    names |= {"markov_head.markov_w2.weight": "markov_w2.weight"}
+    if confidence == "pair":  # llama.cpp has no place for another one
+        names |= {f"confidence_head.proj.{x}": f"conf_proj.{x}" for x in ("weight", "bias")}
+    for ours, theirs in names.items():
+        assert torch.equal(own[ours], tensors[theirs])
+    assert ("conf_proj.weight" in tensors) == (confidence == "pair")
+
+
 @pytest.mark.parametrize(
     ("kind", "options", "words"),
     [
+        ("dspark", {"markov_rank": 0, "confidence": "none"}, ["--format", "markov_rank 0"]),
         ("eagle3", {"fc_norm": True}, ["--format", "'gguf'", "model.fc_norm"]),
         ("eagle3", {"norm_output": True}, ["--format", "model.norm_output"]),
         ("eagle3", {"feature_layers": (1, 2, 3, 5)}, ["feature_layers [1, 2, 3, 5]"]),
-        ("eagle", {}, ["--checkpoint", "'eagle'", "eagle3 and dflash"]),
+        ("eagle", {}, ["--checkpoint", "'eagle'", "eagle3, dflash and dspark"]),
     ],
     ids=str,
 )
