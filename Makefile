@@ -3,8 +3,8 @@
 # make test         lint, type check and tests
 # make test-all     the same with the tests that repeat at length what others find
 # make fuzz         mutated inputs for MINUTES (5); FUZZ_OUT keeps state and what went wrong
-# make engines      every exported head in vLLM, transformers and OpenVINO beside ours, planted faults, vLLM's
-#                   pipeline filled: out/engines
+# make engines      every exported head in vLLM, transformers, OpenVINO and llama.cpp beside ours, planted faults,
+#                   vLLM's pipeline filled: out/engines
 # make venv         .venv with everything the two need
 # make clean        remove caches and build products (.venv and out/ stay)
 
@@ -157,6 +157,23 @@ $(OPENVINO)/installed:
 	$(OPENVINO)/bin/python -m pip uninstall --quiet --yes torchvision
 	touch $@
 
+# llama.cpp's server and converter, from the sources in llama-cpp-python. The converter imports sentencepiece.
+LLAMA_CPP := out/engines/llama_cpp
+LLAMA_VERSION := 0.3.36
+
+$(LLAMA_CPP)/bin/llama-server:
+	cmake --version > /dev/null && c++ --version > /dev/null
+	mkdir -p $(LLAMA_CPP)/python
+	$(PYTHON) -m pip download --disable-pip-version-check --quiet --no-deps --no-binary llama-cpp-python \
+	  llama-cpp-python==$(LLAMA_VERSION) --dest $(LLAMA_CPP)
+	$(PYTHON) -m pip install --disable-pip-version-check --quiet --no-deps --upgrade --target $(LLAMA_CPP)/python \
+	  sentencepiece==0.2.3
+	tar -xzf $(LLAMA_CPP)/llama_cpp_python-$(LLAMA_VERSION).tar.gz -C $(LLAMA_CPP)
+	ln -sfn llama_cpp_python-$(LLAMA_VERSION)/vendor/llama.cpp $(LLAMA_CPP)/source
+	cmake -S $(LLAMA_CPP)/source -B $(LLAMA_CPP) -DCMAKE_BUILD_TYPE=Release -DLLAMA_BUILD_UI=OFF \
+	  -DLLAMA_OPENSSL=OFF > $(LLAMA_CPP)/build.log
+	cmake --build $(LLAMA_CPP) --target llama-server --parallel $$(nproc) >> $(LLAMA_CPP)/build.log
+
 PARITY := $(BIN)/python -m pipedraft.eval parity --limit 2 --max-new-tokens 64 --depth 3
 
 # Heads that do not ship, of 60 steps: enough to accept a few tokens.
@@ -165,11 +182,12 @@ out/engines/$(1)/best/config.json: | venv
 	ACCELERATE_USE_CPU=true $(BIN)/python -m pipedraft.train --config $(2) --max_steps 60 --output_dir out/engines/$(1) $(3)
 endef
 comma := ,
-SHORT := eagle_no_bias eagle3_five eagle3_unsorted dflash
+SHORT := eagle_no_bias eagle3_five eagle3_unsorted dflash dspark
 $(eval $(call short_run,eagle_no_bias,configs/eagle/tiny_eagle.yaml,--model.fc_bias false))
 $(eval $(call short_run,eagle3_five,configs/eagle/tiny_eagle3.yaml,--model.feature_layers [2$(comma)5$(comma)8$(comma)11$(comma)13]))
 $(eval $(call short_run,eagle3_unsorted,configs/eagle/tiny_eagle3.yaml,--model.feature_layers [13$(comma)2$(comma)8]))
 $(eval $(call short_run,dflash,configs/dflash/tiny.yaml))
+$(eval $(call short_run,dspark,configs/dspark/tiny.yaml))
 
 engines: venv out/smollm2/config.json $(VLLM)/installed $(SHORT:%=out/engines/%/best/config.json)
 	$(BIN)/python benchmarks/planted_faults.py
@@ -180,6 +198,12 @@ engines: venv out/smollm2/config.json $(VLLM)/installed $(SHORT:%=out/engines/%/
 	@if test -e $(OPENVINO)/installed; then \
 	  $(PARITY) --checkpoint assets/heads/eagle3 --engine openvino && \
 	  $(PARITY) --checkpoint out/engines/dflash --engine openvino; fi
+	@$(MAKE) --no-print-directory $(LLAMA_CPP)/bin/llama-server || \
+	  echo "llama.cpp is skipped: it needs cmake, a C++ compiler, and a package index with llama-cpp-python's sources"
+	@if test -e $(LLAMA_CPP)/bin/llama-server; then \
+	  $(PARITY) --checkpoint assets/heads/eagle3 --engine llama.cpp && \
+	  $(PARITY) --checkpoint out/engines/dflash --engine llama.cpp && \
+	  $(PARITY) --checkpoint out/engines/dspark --engine llama.cpp; fi
 
 clean:
 	rm -rf build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -252,11 +252,11 @@ class ParityOptions(FewPromptsOptions, PlaceOptions):
     """new tokens per answer"""
     dtype: FloatDtype = "float32"
     """dtype for target and draft, also of what is computed; rounding hides small differences"""
-    engine: Literal["vllm", "transformers", "openvino"] | None = None
+    engine: Literal["vllm", "transformers", "openvino", "llama.cpp"] | None = None
     """also decode the prompts in this engine, and compare its draft tokens"""
     engine_python: Path | None = option(None, metavar="FILE")
-    """python executable in the environment with the engine; default:
-    out/engines/ENGINE/bin/python, and this one for transformers"""
+    """python executable in the environment with the engine, or llama.cpp's llama-server; default:
+    the one in out/engines/ENGINE/bin, and for transformers our own"""
     starts: int = option(1, metavar="N", least=1)
     """with --engine openvino: decode in N fresh pipelines; each must accept the same number of
     draft tokens"""

@@ -30,7 +30,7 @@ from transformers import PreTrainedModel
 from ..errors import Failure, UsageError
 from ..files import Values, to_json
 from ..inference.result import DecodeResult
-from ..models.exchange.export import Layout
+from ..models.exchange.commands import Written
 from ..models.heads.dflash import DFlash
 from ..models.heads.draft import Draft
 from ..models.transformer.layers import RMSNorm, RotaryEmbedding
@@ -79,6 +79,8 @@ class EngineRun(msgspec.Struct):
     rounds: list[EngineRound]
     rendered: list[int] | None = None
     """Prompt tokens rendered by the engine from the messages; None: no chat template."""
+    seconds: float | None = None
+    """Wall time of the prompt and its output, if the engine's process takes it."""
 
 
 class EngineAnswer(msgspec.Struct):
@@ -98,15 +100,21 @@ class EngineKind:
 
     name: str
     """Value of --engine, and prefix of its process's file name."""
-    layouts: Mapping[str, Layout]
+    layouts: Mapping[str, Written]
     """Head type -> the layout exported for it."""
     environment: Callable[[Path], dict[str, str]]
     python: Path
-    """Python in the environment that `make engines` makes, or our own."""
+    """Program in the environment that `make engines` makes, or our own: Python, or the server."""
+    is_server: bool = False
+    """True: ``python`` is a server, and our own Python asks it."""
 
     @property
     def script(self) -> Path:
-        return Path(__file__).with_name(f"{self.name}_process.py")
+        return Path(__file__).with_name(f"{self.name.replace('.', '_')}_process.py")
+
+    def command(self, program: Path, *words: str | Path) -> list[str | Path]:
+        """Return the command that runs the engine's script with its program."""
+        return [sys.executable if self.is_server else program, self.script, *words]
 
 
 def engine_environment(python: Path) -> dict[str, str]:
@@ -143,14 +151,24 @@ OPENVINO = EngineKind(
     environment=plain_environment,
     python=Path("out/engines/openvino/bin/python"),
 )
-ENGINES = {engine.name: engine for engine in (VLLM, TRANSFORMERS, OPENVINO)}
+LLAMA_CPP = EngineKind(
+    name="llama.cpp",
+    layouts={"eagle3": "gguf", "dflash": "gguf", "dspark": "gguf"},
+    environment=plain_environment,
+    python=Path("out/engines/llama_cpp/bin/llama-server"),
+    is_server=True,
+)
+ENGINES = {engine.name: engine for engine in (VLLM, TRANSFORMERS, OPENVINO, LLAMA_CPP)}
 
 
 def check_python(python: Path, engine: str = VLLM.name) -> None:
     if not os.access(python, os.X_OK):
+        program = "the python of an environment with"
+        if ENGINES[engine].is_server:
+            program = "the server of"
         raise UsageError(
-            f"--engine-python: {str(python)!r} is no program; give the python of an environment "
-            f"with {engine} (make engines makes out/engines/{engine})"
+            f"--engine-python: {str(python)!r} is no program; give {program} {engine} (make "
+            f"engines makes out/engines/{engine.replace('.', '_')})"
         )
 
 
@@ -170,9 +188,9 @@ def ask_engine(engine: EngineKind, python: Path, request: Values) -> EngineAnswe
     check_python(python, engine.name)
     with tempfile.TemporaryDirectory() as place:
         question, answer = Path(place) / "request.json", Path(place) / "answer.json"
-        question.write_bytes(to_json(request))
+        question.write_bytes(to_json(request | {"program": str(python)}))
         done = subprocess.run(
-            [python, engine.script, "decode", question, answer],
+            engine.command(python, "decode", question, answer),
             env=engine.environment(python),
             capture_output=True,
             text=True,
@@ -180,6 +198,23 @@ def ask_engine(engine: EngineKind, python: Path, request: Values) -> EngineAnswe
         if not answer.exists():
             raise engine_failure(done.stderr, done.returncode, engine.name)
         return msgspec.json.decode(answer.read_bytes(), type=EngineAnswer)
+
+
+def target_file(engine: EngineKind, program: Path, name: str, place: Path) -> str:
+    """Return a target's GGUF file for llama.cpp, converted into ``place`` if it is none.
+
+    Raises:
+        Failure: llama.cpp's converter cannot convert it.
+    """
+    if name.endswith(".gguf"):
+        return name
+    check_python(program, engine.name)
+    file = place / "target.gguf"
+    words = engine.command(program, "convert", program, name, file)
+    done = subprocess.run(words, env=engine.environment(program), capture_output=True, text=True)
+    if not file.exists():
+        raise engine_failure(done.stderr, done.returncode, engine.name)
+    return str(file)
 
 
 def engine_depth(draft: Draft, depth: int) -> int:

@@ -2,6 +2,8 @@
 
 python openvino_process.py decode REQUEST.json ANSWER.json     see eval/engine_parity.py
 
+python openvino_process.py convert TARGET HEAD FOLDER     writes their IRs into two folders in it
+
 The pipeline reports how many tokens each round added, but no draft tokens. So a round's accepted
 draft tokens are read off the output, and the token behind them was not drafted.
 """
@@ -12,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 IR = "openvino_model.xml"
@@ -39,8 +42,9 @@ def draft_ir(draft, place):
 
 def folders(request, place):
     """Return the request with folders in which target and draft are IRs."""
-    settings = request["speculative_config"]
-    draft = {**settings, "model": draft_ir(settings["model"], f"{place}/draft")}
+    draft = request["speculative_config"]
+    if draft:
+        draft = {**draft, "model": draft_ir(draft["model"], f"{place}/draft")}
     target = target_ir(request["target"], f"{place}/target")
     return {**request, "target": target, "speculative_config": draft}
 
@@ -48,32 +52,34 @@ def folders(request, place):
 def load(request):
     genai = importlib.import_module("openvino_genai")
     # The IR asks for a float16 cache.
-    precision = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
-    draft = request["speculative_config"]["model"]
-    scheduler = genai.SchedulerConfig()
+    settings = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
+    if "threads" in request:
+        settings["INFERENCE_NUM_THREADS"] = request["threads"]
+    scheduler, draft = genai.SchedulerConfig(), request["speculative_config"]
     scheduler.enable_prefix_caching = False  # DFlash refuses it
+    more = {"draft_model": genai.draft_model(draft["model"], "CPU", **settings)} if draft else {}
     return genai.LLMPipeline(
-        request["target"],
-        "CPU",
-        scheduler_config=scheduler,
-        draft_model=genai.draft_model(draft, "CPU", **precision),
-        **precision,
+        request["target"], "CPU", scheduler_config=scheduler, **more, **settings
     )
 
 
 def generate(pipeline, ids, request):
-    """Return a prompt's output, and the number of tokens that each step added."""
+    """Return a prompt's output, the number of tokens that each step added, and the wall time."""
     numpy, openvino, genai = map(importlib.import_module, ("numpy", "openvino", "openvino_genai"))
-    rows = numpy.array([ids], numpy.int64)
+    rows, draft = numpy.array([ids], numpy.int64), request["speculative_config"]
     settings = genai.GenerationConfig(
-        max_new_tokens=request["max_new_tokens"],
-        apply_chat_template=False,
-        num_assistant_tokens=request["speculative_config"]["num_speculative_tokens"],
+        max_new_tokens=request["max_new_tokens"], apply_chat_template=False
     )
+    if draft:
+        settings.num_assistant_tokens = draft["num_speculative_tokens"]
     inputs = genai.TokenizedInputs(openvino.Tensor(rows), openvino.Tensor(numpy.ones_like(rows)))
+    start = time.perf_counter()
     found = pipeline.generate(inputs, settings)
+    seconds, out = time.perf_counter() - start, [int(token) for token in found.tokens[0]]
+    if not draft:
+        return out, [1] * len(out), seconds
     steps = found.extended_perf_metrics.main_model_metrics.raw_metrics.m_batch_sizes
-    return [int(token) for token in found.tokens[0]], [int(size) for size in steps]
+    return out, [int(size) for size in steps], seconds
 
 
 def rounds_of(prompt, out, steps, depth):
@@ -92,16 +98,16 @@ def rounds_of(prompt, out, steps, depth):
 def decode(request):
     """Decode the prompts in as many fresh pipelines as asked; report the first one's rounds."""
     genai = importlib.import_module("openvino_genai")
-    depth = request["speculative_config"]["num_speculative_tokens"]
+    depth = (request["speculative_config"] or {}).get("num_speculative_tokens", 0)
     answers, starts = [], []
     with tempfile.TemporaryDirectory() as place:
         request = folders(request, place)
         for _ in range(request["starts"]):
             pipeline, runs = load(request), []
             for prompt in request["prompts"]:
-                out, steps = generate(pipeline, prompt["prompt_ids"], request)
-                rounds = rounds_of(prompt["prompt_ids"], out, steps, depth)
-                runs.append({"token_ids": out, "rounds": rounds})
+                out, steps, seconds = generate(pipeline, prompt["prompt_ids"], request)
+                rounds = rounds_of(prompt["prompt_ids"], out, steps, depth) if depth else []
+                runs.append({"token_ids": out, "rounds": rounds, "seconds": seconds})
             del pipeline
             answers.append(runs)
             starts.append(sum(len(one["drafted"]) for run in runs for one in run["rounds"]))
@@ -117,5 +123,13 @@ def decode(request):
     }
 
 
+def convert(target, head, folder):
+    target_ir(target, f"{folder}/target")
+    draft_ir(head, f"{folder}/draft")
+
+
 if __name__ == "__main__":
+    if sys.argv[1] == "convert":
+        convert(*sys.argv[2:])
+        sys.exit()
     Path(sys.argv[3]).write_text(json.dumps(decode(json.loads(Path(sys.argv[2]).read_text()))))

@@ -28,13 +28,21 @@ from ..errors import UsageError
 from ..files import make_place, to_json, write_atomically
 from ..models.exchange.card import LAYOUTS
 from ..models.exchange.export import export
+from ..models.exchange.llama_cpp import export_gguf
 from ..models.exchange.peers import import_head
 from ..models.heads.draft import CONFIG_FILE, Draft, resolve_folder
 from ..models.target import choose_decoding_threads, load_target, load_tokenizer
 from ..pretrained import quieten
 from .arguments import ParityOptions
 from .checkpoints import load_head, read_drafts
-from .engine_parity import ENGINES, OPENVINO, EngineComparison, decode_in_engine, engine_depth
+from .engine_parity import (
+    ENGINES,
+    OPENVINO,
+    EngineComparison,
+    decode_in_engine,
+    engine_depth,
+    target_file,
+)
 from .parity_rows import (
     ROUNDING,
     Check,
@@ -333,17 +341,21 @@ def in_engine(
     target, depth = parity.target, engine_depth(parity.draft, parity.depth)
     name = options.target or parity.draft.reference.name
     encoded = [(encode_turn(parity.decoding.tokenizer, one, []), one) for one in prompts]
+    program, layout = options.engine_python or engine.python, engine.layouts[kind]
     with tempfile.TemporaryDirectory() as place:
+        files = f"{place}/exported"
         if options.exported:
             files = options.exported[0]
+        elif layout == "gguf":
+            name = target_file(engine, program, name, Path(place))
+            export_gguf(resolve_folder(folder), Path(files), target=name)
         elif folder != options.checkpoint:  # files from another project, unchanged
             files = str(resolve_folder(options.checkpoint))
         else:
-            files = f"{place}/exported"
-            export(resolve_folder(folder), engine.layouts[kind], Path(files), target=name)
+            export(resolve_folder(folder), layout, Path(files), target=name)
         return decode_in_engine(
             engine,
-            options.engine_python or engine.python,
+            program,
             encoded,
             parity.draft,
             target,

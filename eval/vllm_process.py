@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
 
 
@@ -61,15 +62,17 @@ def decode(request):
     before = counted(llm)
     for prompt in request["prompts"]:
         rounds.clear()
-        ids = prompt["prompt_ids"]
+        ids, start = prompt["prompt_ids"], time.perf_counter()
         (output,) = llm.generate([{"prompt_token_ids": ids}], greedy, use_tqdm=False)
+        seconds = time.perf_counter() - start
         rendered = None
         if tokenizer.chat_template:
             rendered = tokenizer.apply_chat_template(
                 prompt["messages"], add_generation_prompt=True, return_dict=False
             )
         out = [int(token) for token in output.outputs[0].token_ids]
-        runs.append({"token_ids": out, "rendered": rendered, "rounds": list(rounds)})
+        run = {"token_ids": out, "rendered": rendered, "rounds": list(rounds)}
+        runs.append(run | {"seconds": seconds})
     after = counted(llm)
     before += [0] * (len(after) - len(before))
     drafts, *accepted = [int(b - a) for a, b in zip(before, after, strict=False)]

@@ -132,6 +132,7 @@ def test_every_command_of_this_project_runs_in_one_test_or_another():
         "benchmarks/peer_logits.py",
         "benchmarks/planted_faults.py",
         "benchmarks/vllm_fill.py",
+        "benchmarks/engines_speed.py",
         "benchmarks/peer_losses.py",
         "benchmarks/gpu_check.py",
         "docs/lab/other_engines.py",

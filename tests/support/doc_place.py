@@ -38,6 +38,7 @@ NOT_RUN = {
     "benchmarks/gpu_check.py": "needs a GPU; test_gpu_check.py runs it on a pretended one",
     "benchmarks/planted_faults.py": "runs vLLM, which is not installed here",
     "benchmarks/vllm_fill.py": "runs vLLM, which is not installed here",
+    "benchmarks/engines_speed.py": "runs other engines, which are not installed here",
     "benchmarks/links.py": "needs root, and namespaces of the network",
     "benchmarks/emulated_link.py": "needs root, and namespaces of the network",
     "benchmarks/peer_logits.py": "runs beside packages that are not installed here",
