@@ -323,6 +323,20 @@ def own_checkpoint(options: ParityOptions) -> Iterator[str]:
         yield f"{place}/imported"
 
 
+@contextmanager
+def _refused_for(engine: str) -> Iterator[None]:
+    """Name --engine where an export refuses a head's setting and would name --format."""
+    try:
+        yield
+    except ValueError as error:
+        option, _, reason = str(error).partition("; ")[0].partition(": ")
+        if option != "--format":
+            raise
+        raise UsageError(
+            f"--engine: {engine} cannot run this head: {reason}; name another engine"
+        ) from error
+
+
 def in_engine(
     options: ParityOptions, parity: Parity, kind: str, folder: str, prompts: Sequence[Prompt]
 ) -> EngineComparison:
@@ -348,11 +362,13 @@ def in_engine(
             files = options.exported[0]
         elif layout == "gguf":
             name = target_file(engine, program, name, Path(place))
-            export_gguf(resolve_folder(folder), Path(files), target=name)
+            with _refused_for(engine.name):
+                export_gguf(resolve_folder(folder), Path(files), target=name)
         elif folder != options.checkpoint:  # files from another project, unchanged
             files = str(resolve_folder(options.checkpoint))
         else:
-            export(resolve_folder(folder), layout, Path(files), target=name)
+            with _refused_for(engine.name):
+                export(resolve_folder(folder), layout, Path(files), target=name)
         return decode_in_engine(
             engine,
             program,

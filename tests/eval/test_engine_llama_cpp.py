@@ -158,6 +158,15 @@ def test_a_server_that_ends_is_one_line(parity, place):
     assert_one_line(status, out, err, ["--engine-python", "nowhere", "the server of llama.cpp"])
 
 
+def test_a_head_that_the_format_cannot_hold_is_refused_by_name(parity, place):
+    target = load_target(str(place / "target.gguf"))
+    (place / "normed").mkdir()
+    make_head(target, fc_norm=True).save(place / "normed")
+    status, out, err = parity(None, "--checkpoint", place / "normed")
+    assert_one_line(status, out, err, ["--engine: llama.cpp", "model.fc_norm True"])
+    assert "--format" not in err
+
+
 def test_the_speed_is_measured_in_turn(place, monkeypatch, capsys):
     (place / "answers.json").write_text(json.dumps(answers_of(place)))
     program = place / "out/engines/llama_cpp/bin"
