@@ -47,7 +47,6 @@ from pipedraft.eval.tables import Table, align_columns
 from pipedraft.eval.traces import read_recordings
 from pipedraft.files import to_json, write_atomically
 from pipedraft.inference.config import read_cost
-from pipedraft.inference.cost_model import CostModel
 
 ROOT = Path(__file__).resolve().parents[1]
 PARTS = ("pipeline", "exits", "breaks", "edge")
@@ -213,23 +212,27 @@ def measure_pipeline(args: argparse.Namespace, link: EmulatedLink) -> list[dict[
                 out = args.out / f"{family}_n{stages}_rtt{rtt:g}"
                 if not (out / "statuses.json").is_file():
                     link.set(rtt=rtt)
-                    words = [*eval_words(args, family, stages, out), "--cost", str(cost)]
+                    out.mkdir(parents=True, exist_ok=True)
+                    over = json.loads(cost.read_text())
+                    over["link"] += rtt / 2 / pass_ms  # FlowSpec drafts what fits beside a step
+                    write_atomically(out / "cost.json", to_json(over))
+                    words = eval_words(args, family, stages, out)
+                    words += ["--cost", str(out / "cost.json")]
                     say(args, f"{family}, n = {stages}, {rtt:g} ms")
                     statuses = Launch(link, stages, words, out).start().wait(args.limit_s)
                     write_atomically(out / "statuses.json", to_json(statuses))
-                records += records_of(out, stages, rtt, read_cost(str(cost)), pass_ms)
+                records += records_of(out, stages, rtt, pass_ms)
     return records
 
 
-def records_of(
-    out: Path, stages: int, rtt: float, cost: CostModel, pass_ms: float
-) -> list[dict[str, Any]]:
+def records_of(out: Path, stages: int, rtt: float, pass_ms: float) -> list[dict[str, Any]]:
     """Return a launch's records. The recorded steps are priced with the link's latency."""
     exits = json.loads((out / "statuses.json").read_text())
     runs = runs_in(out)
     if not runs:
         return [{"n": stages, "rtt": rtt, "method": out.name, "different": 0, "exits": exits}]
-    hardware = Hardware("links", cost, cost.link + rtt / 2 / pass_ms)
+    cost = read_cost(str(out / "cost.json"))
+    hardware = Hardware("links", cost, cost.link)
     modeled = {
         recording.config.schedule.name: replay(recording, hardware)[0]
         for recording in read_recordings([out])
