@@ -96,8 +96,8 @@ def cli_parts() -> Iterator[str]:
     """Yield cli.md's parts below ``REST``. A repeated table becomes a link to the first one."""
     yield from ("## pipedraft train", "Train a draft head.", *blocks(EXAMPLE))
     yield (
-        "Options: `--plan FILE`, `--overfit-one [N]`, and every key in [config.md](config.md) as "
-        "`--KEY VALUE`. In all "
+        "Options: `--plan FILE`, `--wish-tau X`, `--curve FOLDER`, `--overfit-one [N]`, and every "
+        "key in [config.md](config.md) as `--KEY VALUE`. In all "
         "commands, hyphens and underscores are the same: `--max-steps` is `--max_steps`. `--out` "
         "is "
         '`--output_dir`, and `--data FILE` is `--data.sources \'[{"path": "FILE"}]\'`.'

@@ -9,8 +9,11 @@ Exit status:
 The launchers accelerate and torchrun report their own status 1 instead.
 """
 
+import math
 import os
 import sys
+from itertools import chain
+from pathlib import Path
 
 from ..endings import leave_at_interrupts, leaving_at_interrupts, run_command
 from .help import EXAMPLE, answer_early
@@ -64,11 +67,45 @@ def take_overfit(arguments: list[str]) -> tuple[list[str], int | None]:
     return [*arguments[:at], *rest], int(value)
 
 
+def take_value(arguments: list[str], flag: str) -> tuple[list[str], str | None]:
+    """Return the arguments without ``flag`` and its value, and the value or None."""
+    given = [word.partition("=") for word in arguments]
+    at = next((i for i, (name, *_) in enumerate(given) if name.replace("_", "-") == flag), None)
+    if at is None:
+        return arguments, None
+    value, rest = given[at][2], arguments[at + 1 :]
+    if not given[at][1] and rest and not rest[0].startswith("--"):
+        value, *rest = rest
+    if not value:
+        raise UsageError(f"{flag}: no value; give one, see --help")
+    return [*arguments[:at], *rest], value
+
+
+def take_wish(arguments: list[str]) -> tuple[list[str], float | None, Path | None]:
+    """Return the arguments without ``--wish-tau`` and ``--curve``, and their values or None."""
+    arguments, given = take_value(arguments, "--wish-tau")
+    arguments, folder = take_value(arguments, "--curve")
+    if given is None and folder is not None:
+        raise UsageError(f"--curve: {folder!r} without --wish-tau; give the wished tau")
+    if given is None:
+        return arguments, None, None
+    try:
+        length = float(given)
+    except ValueError:
+        length = 0.0
+    if not 1 < length < math.inf:
+        raise UsageError(f"--wish-tau: {given!r} is no acceptance length; give one above 1")
+    return arguments, length, None if folder is None else Path(folder)
+
+
 def main() -> None:
     arguments, wants_plan = take_plan(sys.argv[1:])
     arguments, overfit_steps = take_overfit(arguments)
+    arguments, wished_tau, folder = take_wish(arguments)
     if wants_plan and overfit_steps is not None:
         raise UsageError("--overfit-one: with --plan, which trains nothing; leave one of them out")
+    if wished_tau is not None and not wants_plan:
+        raise UsageError("--wish-tau: without --plan, which reads it; give --plan FILE")
     run, model, resolved = parse_run(arguments, methods(), EXAMPLE)
     check_names({"target": run.target})
     for source in run.data.sources:
@@ -78,9 +115,12 @@ def main() -> None:
         from .overfit import run_gate
         from .plan import Plan
         from .run import registry, run_training
+        from .wish import Wish
     quieten()
     if wants_plan:
-        for line in Plan(run, model, registry()[run.method]).lines():
+        wish = None if wished_tau is None else Wish(wished_tau, folder)
+        plan = Plan(run, model, registry()[run.method]).lines()
+        for line in chain(plan, wish.lines(run) if wish else ()):
             print(line, flush=True)
         return
     if overfit_steps is not None:

@@ -1,5 +1,6 @@
 """Measure acceptance during training by decoding held-out prompts with the current head."""
 
+import math
 from collections.abc import Iterable
 
 from torch import Tensor
@@ -56,6 +57,12 @@ def decode_config(draft: Draft, num_steps: int) -> DecodeConfig:
         settings = {x: trained[x] for x in ("timing", "tokens_per_step") if x in trained}
     stages = {"num_stages": draft.num_stages or 1, "boundaries": draft.boundaries}
     return DecodeConfig.of(schedule, **stages, max_new_tokens=NEW_TOKENS, **settings)
+
+
+def longest_round(objective: DraftObjective) -> float:
+    """Return the tokens of a decoded round whose draft tokens are all accepted, or infinity."""
+    has_chains = default_schedule(objective.draft.draft_type) == "eagle"
+    return objective.num_steps + 1 if has_chains else math.inf
 
 
 def decode_prompts(

@@ -12,6 +12,8 @@ Train a draft head. More than one process: accelerate launch -m pipedraft.train 
 
   --config FILE             YAML file; later ones override earlier, options override both
   --plan FILE               estimate parameters, memory and speed for this configuration, and end
+  --wish-tau X              with --plan, for spd and ppsd: tokens and conversations for this
+                            acceptance length, by our measured runs or by yours, --curve FOLDER
   --overfit-one [N]         first on a new target: learn one conversation by heart in N steps
                             (400); status 0 if decoding then accepts all of its answer
   --method NAME             {", ".join(METHODS)}
@@ -34,7 +36,7 @@ Hyphens and underscores are the same: --max-steps is --max_steps, and --out is -
 
 example:
   pipedraft train --config configs/spd/tiny.yaml --optim.lr 3e-4
-  pipedraft train --plan configs/spd/tiny.yaml
+  pipedraft train --plan configs/spd/tiny.yaml --wish-tau 3.5
   pipedraft train --config configs/spd/tiny.yaml --overfit-one
 
 SIGTERM and Ctrl-C finish the step, save and end with status 143 and 130; run the same command again
@@ -45,10 +47,11 @@ EXAMPLE = (
     "  pipedraft train --plan configs/spd/tiny.yaml\n"
     "  pipedraft train --config configs/spd/tiny.yaml --overfit-one\n"
     "  accelerate launch -m pipedraft.train --config configs/spd/tiny.yaml   # many processes\n\n"
-    "--plan estimates what a run needs: parameters, memory, speed. --overfit-one [N] trains on\n"
-    "one conversation for up to N steps (400), and ends with status 0 if decoding accepts all of\n"
-    "its answer. SIGTERM and Ctrl-C finish the step, save and end with status 143 and 130; run\n"
-    "the same command again to resume."
+    "--plan estimates what a run needs: parameters, memory, speed; with --wish-tau X also tokens\n"
+    "and conversations for this acceptance length, by the runs that ship or by --curve FOLDER.\n"
+    "--overfit-one [N] trains on one conversation for up to N steps (400), and ends with status 0\n"
+    "if decoding accepts all of its answer. SIGTERM and Ctrl-C finish the step, save and end with\n"
+    "status 143 and 130; run the same command again to resume."
 )
 
 

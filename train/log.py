@@ -23,6 +23,7 @@ from ..files import publish
 from .batch import Batch
 from .checkpoint import Progress
 from .config import RunConfig
+from .forecast import RunForecast, told
 from .screen import Screen
 
 HELD_PROCESS_GROUPS: list[object] = []
@@ -45,15 +46,16 @@ class MetricsLog:
         *,
         progress: Progress,
         pace: "StepPace",
-        num_steps: int,
+        forecast: RunForecast,
     ) -> None:
         """
         Args:
             progress, pace: the run's own, which change with every step.
-            num_steps: the last step's number.
+            forecast: for this run, which also knows its last step's number.
         """
         self.config, self.accelerator = config, accelerator
-        self.progress, self.pace, self.num_steps = progress, pace, num_steps
+        self.progress, self.pace, self.forecast = progress, pace, forecast
+        self.logged_step = progress.step - len(progress.unlogged)
         self.path = config.output_dir / "metrics.jsonl"
         self.started, self.tokens = time.perf_counter(), progress.tokens
         if config.trackers:
@@ -77,7 +79,8 @@ class MetricsLog:
         window = progress.unlogged
         window.append(values)
         screen.step(progress.step)
-        if progress.step % config.log_every_steps and progress.step != self.num_steps:
+        step, before = progress.step, self.logged_step
+        if step % config.log_every_steps and step != self.forecast.num_steps:
             return
         now = time.perf_counter()
         rate = (progress.tokens - self.tokens) / max(now - self.started, 1e-9)
@@ -89,16 +92,30 @@ class MetricsLog:
         pace = self.pace.report(
             peak_tflops=config.peak_tflops, num_processes=self.accelerator.num_processes
         )
-        self.write({**means, "tokens_per_s": rate, **pace})
-        screen.row(progress.step, means, rate)
+        is_due = self.forecast.is_due(before, step)
+        forecast = self.figures(means) if is_due else {}
+        self.write({**means, "tokens_per_s": rate, **pace, **forecast})
+        self.logged_step = step
+        screen.row(step, means, rate)
+        if forecast:
+            screen.say(told(forecast, self.forecast.kind))
+
+    def figures(self, values: dict[str, float]) -> dict[str, float]:
+        """Return the forecasts for a record with ``values``, which the main process writes next."""
+        if not self.accelerator.is_main_process:
+            return {}
+        written = self.path.read_text().splitlines() if self.path.exists() else []
+        return self.forecast.figures([*map(json.loads, written), self._record(values)])
+
+    def _record(self, values: dict[str, float]) -> dict[str, float]:
+        return {"step": self.progress.step, "tokens": self.progress.tokens, **values}
 
     def write(self, values: dict[str, float]) -> None:
         if not self.accelerator.is_main_process:
             return
-        record = {"step": self.progress.step, "tokens": self.progress.tokens, **values}
         # Opened for each record, so a kill loses no complete one.
         with self.path.open("a") as file:
-            file.write(json.dumps(record) + "\n")
+            file.write(json.dumps(self._record(values)) + "\n")
         if self.config.trackers:
             grouped = {x if "/" in x else f"train/{x}": value for x, value in values.items()}
             self.accelerator.log(grouped, step=self.progress.step)

@@ -23,8 +23,9 @@ from . import checkpoint
 from .batch import Batch
 from .checkpoint import Progress, TrainingState
 from .config import RunConfig
-from .decoding import DECODED_LENGTH, decode, first_turns
+from .decoding import DECODED_LENGTH, decode, first_turns, longest_round
 from .features.online import FeaturesLost
+from .forecast import RunForecast, told
 from .launch import (
     GO_ON,
     Stop,
@@ -503,8 +504,16 @@ class Trainer:
     def start_log(self) -> MetricsLog:
         """Start the run's log, and print the run's settings."""
         config, accelerator, num_steps = self.config, self.accelerator, self.num_steps
+        forecast = RunForecast(
+            method=config.method,
+            kind="decoded" if self.prompts else "expected",
+            peak_rate=config.optim.lr,
+            final_decay=1 - rate_factor(num_steps - 1, num_steps, config.optim),
+            num_steps=num_steps,
+            longest=longest_round(self.objective),
+        )
         log = MetricsLog(
-            config, accelerator, progress=self.progress, pace=self.pace, num_steps=num_steps
+            config, accelerator, progress=self.progress, pace=self.pace, forecast=forecast
         )
         facts = RunFacts(
             config=config,
@@ -574,11 +583,15 @@ class Trainer:
         weights = self.accelerator.get_state_dict(self.module)
         self._add_decoded(metrics, weights)
         progress.evaluation_pending = False
+        values = {f"valid/{key}": value for key, value in metrics.items()}
+        forecast = log.figures(values) if metrics and progress.step == self.num_steps else {}
         if metrics:
-            log.write({f"valid/{key}": value for key, value in metrics.items()})
+            log.write(values | forecast)
         is_best = self._save_best(metrics, weights)
         if metrics:
             self.screen.evaluated(progress.step, metrics, is_best=is_best)
+        if forecast:
+            self.screen.say(told(forecast, log.forecast.kind))
 
     def _out_of_patience(self) -> Stop | None:
         progress, patience = self.progress, self.config.evaluation.patience

@@ -180,11 +180,11 @@ def check_extras(command: Command) -> None:
 
 def read(module: str, words: list[str]) -> None:
     if module == "pipedraft.train":
-        from pipedraft.train.__main__ import take_overfit, take_plan
+        from pipedraft.train.__main__ import take_overfit, take_plan, take_wish
         from pipedraft.train.config import parse_run
         from pipedraft.train.methods import methods
 
-        parse_run(take_overfit(take_plan(words)[0])[0], methods(), "")
+        parse_run(take_wish(take_overfit(take_plan(words)[0])[0])[0], methods(), "")
     elif module == "pipedraft.train.features":
         from pipedraft.train.features.options import FeatureOptions, read_heads
 
