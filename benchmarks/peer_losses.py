@@ -377,10 +377,12 @@ def taps_of(target: PreTrainedModel, ids_BT: Tensor) -> tuple[Tensor, Any]:
     return torch.cat([output.hidden_states[layer] for layer in layers], -1), output
 
 
-def last_of(target: PreTrainedModel, ids_BT: Tensor) -> Tensor:
-    """Return the last layer's states, before the final norm."""
+def raw_states_of(target: PreTrainedModel, ids_BT: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the joined hidden states, and the last layer's before the final norm."""
     depth = target.config.num_hidden_layers
-    return capture_hidden(target, ids_BT, {depth})[depth]
+    layers = (2, depth // 2, depth - 3)
+    taps = capture_hidden(target, ids_BT, {*layers, depth})
+    return torch.cat([taps[layer] for layer in layers], -1), taps[depth]
 
 
 def load_by_specforge(place: Path, target: Any) -> Any:
@@ -393,8 +395,14 @@ def load_by_specforge(place: Path, target: Any) -> Any:
     return model
 
 
-def chain_by_specforge(model: Any, target: Any, batch: Batch) -> Tensor:
-    """Return SpecForge's loss for a padded batch."""
+def chain_by_specforge(
+    model: Any, target: Any, batch: Batch, *, steps: int = STEPS, decay: float = DECAY
+) -> Tensor:
+    """Return SpecForge's loss for a padded batch.
+
+    Args:
+        steps: draft tokens of a chain; token i, from 0, has weight ``decay ** i``.
+    """
     from specforge.algorithms.eagle3 import model as eagle3
 
     def kl_mean(logits: Tensor, p: Tensor, mask: Tensor) -> Tensor:
@@ -405,15 +413,15 @@ def chain_by_specforge(model: Any, target: Any, batch: Batch) -> Tensor:
     mask_BT[torch.arange(len(mask_BT)), torch.tensor(batch.lengths) - 1] = 0  # as its data sets do
     joined, output = taps_of(target, ids_BT)
     with patch.object(eagle3, "LogSoftmaxLoss", SimpleNamespace(apply=kl_mean)):
-        trained = eagle3.OnlineEagle3Model(model, length=STEPS, attention_backend="sdpa")
-        steps = trained(
+        trained = eagle3.OnlineEagle3Model(model, length=steps, attention_backend="sdpa")
+        losses = trained(
             input_ids=F.pad(ids_BT[:, 1:], (0, 1)),
             attention_mask=torch.ones_like(ids_BT, dtype=torch.bool),
             target=F.pad(output.logits[:, 1:], (0, 0, 0, 1)),
             loss_mask=mask_BT[..., None],
             hidden_states=joined,
         )[0]
-    decayed = [DECAY**step * loss for step, loss in enumerate(steps)]
+    decayed = [decay**step * loss for step, loss in enumerate(losses)]
     return torch.stack(decayed).sum() * ids_BT.numel()
 
 
@@ -427,8 +435,14 @@ def load_by_speculators(place: Path, target: Any) -> Any:
     return model.requires_grad_(True)
 
 
-def chain_by_speculators(model: Any, target: Any, batch: Batch) -> Tensor:
-    """Return speculators' loss for one document."""
+def chain_by_speculators(
+    model: Any, target: Any, batch: Batch, *, steps: int = STEPS, decay: float = DECAY
+) -> Tensor:
+    """Return speculators' loss for a padded batch, whose texts it gets packed.
+
+    Args:
+        steps: draft tokens of a chain; token i, from 0, has weight ``decay ** i``.
+    """
     from speculators.losses.utils import resolve_loss_config
     from speculators.models.eagle3 import core
 
@@ -438,17 +452,22 @@ def chain_by_speculators(model: Any, target: Any, batch: Batch) -> Tensor:
         loss, metrics = right(logits, targets, mask, *rest, **options)
         return loss * mask[:, rest[1] :].sum(), metrics  # its mean is over a step's rows
 
-    ids_1T, mask_1T = batch.ids_BT, batch.mask_BT
-    joined, output = taps_of(target, ids_1T)
+    joined, last = raw_states_of(target, batch.ids_BT)
+
+    def pack(x: Tensor, start: int, end: int) -> Tensor:
+        parts = [row[start : length + end] for row, length in zip(x, batch.lengths, strict=True)]
+        return torch.cat(parts)[None]
+
+    document_BT = torch.arange(len(batch.lengths))[:, None].expand_as(batch.ids_BT)
     with patch.object(core, "compute_metrics", summed):
         _, loss, _ = model(
-            hidden_states=joined[:, :-1],
-            input_ids=ids_1T[:, 1:],
-            document_ids=torch.zeros_like(ids_1T[:, 1:]),
-            loss_mask=mask_1T[:, 1:],
-            verifier_last_hidden_states=last_of(target, ids_1T)[:, 1:],
-            ttt_steps=STEPS,
-            ttt_step_loss_decay=DECAY,
+            hidden_states=pack(joined, 0, -1),
+            input_ids=pack(batch.ids_BT, 1, 0),
+            document_ids=pack(document_BT, 1, 0),
+            loss_mask=pack(batch.mask_BT, 1, 0),
+            verifier_last_hidden_states=pack(last, 1, 0),
+            ttt_steps=steps,
+            ttt_step_loss_decay=decay,
             loss_config=resolve_loss_config("kl_div", "eager"),
         )
     return loss
@@ -503,6 +522,19 @@ def compare_chains(package: str) -> Iterator[tuple[str, Found]]:
         )
 
 
+def peer_of(package: str, head: Eagle3, target: PreTrainedModel) -> Any:
+    """Return the package's EAGLE-3 with the weights of ours and a frozen embedding."""
+    layout, load, _ = CHAINS[package]
+    with tempfile.TemporaryDirectory() as temporary:
+        place = Path(temporary)
+        (place / "head").mkdir()
+        head.save(place / "head")
+        export(place / "head", layout, place / "peer", target=TARGET)
+        model = load(place / "peer", target)
+    model.embed_tokens.requires_grad_(False)
+    return model
+
+
 def train_chains(out: Path) -> None:
     """Train an EAGLE-3 head with each package, one text per step, and save it with the package."""
     target, source = load_target(TARGET, dtype=torch.float32), Source(path=TEXTS, max_rows=64)
@@ -514,14 +546,8 @@ def train_chains(out: Path) -> None:
     reference = TargetReference(name=TARGET, fingerprint=target_fingerprint(target))
     head = Eagle3(config, LayerConfig.from_target(target.config), reference)
     head.initialize(target, ids)
-    for package, (layout, load, run) in CHAINS.items():
-        with tempfile.TemporaryDirectory() as temporary:
-            place = Path(temporary)
-            (place / "head").mkdir()
-            head.save(place / "head")
-            export(place / "head", layout, place / "peer", target=TARGET)
-            model = load(place / "peer", target)
-        model.embed_tokens.requires_grad_(False)
+    for package, (_, _, run) in CHAINS.items():
+        model = peer_of(package, head, target)
         trained = [x for x in model.parameters() if x.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=1e-3)
         for row in rows:

@@ -105,7 +105,7 @@ def figures() -> dict[str, tuple[int, int]]:
         "code lines": (sum(code_lines(*item) for item in trees.items()), MAX_CODE_LINES),
         "lines of the largest file": (max(num_matches([path], "\n") for path in source), 700),
         "test lines": (num_matches(sorted((ROOT / "tests").rglob("*.py")), "\n"), lines * 4 // 5),
-        "benchmark scripts": (len(benchmarks), 34),
+        "benchmark scripts": (len(benchmarks), 35),
         "Any, as a word": (num_matches(source, r"\bAny\b"), 190),
         "imports in functions": (sum(map(imports_in_functions, trees.values())), 60),
         "import circles": (len(circles(import_graph(trees))), 0),

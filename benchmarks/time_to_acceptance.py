@@ -1,0 +1,349 @@
+"""Race trainers: what a head accepts after equal CPU seconds, one core each.
+
+    PYTHONPATH=.. PEERS/bin/python benchmarks/time_to_acceptance.py --minutes 5,10 --out out/race
+
+`peer_losses.py` says how to make PEERS. Every entrant trains a head for the embedded target, on the
+same conversations, in one thread on one core, until it has spent its CPU minutes. pipedraft's
+entrants run its training loop. The packages' EAGLE-3 runs their own training pass with their own
+optimizer settings, or with ours (`ours`), and has the sizes and initial weights of ours. All
+compute in bfloat16 where the processor does. Rates decay to the end of the budget. Imports, loading
+and tokenizing count apart, as `prepared`.
+
+The heads then decode the same held-out prompts here: greedily, EAGLE-3 with a chain of three draft
+tokens, SPD and PPSD with their own schedule on four stages. Finished entrants are kept under --out,
+so you can repeat the command. `--only` names entrants, `--core` the core.
+"""
+
+import argparse
+import json
+import math
+import os
+import random
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Literal
+
+import peer_losses
+import torch
+from measurement import make_parser, measure_apart
+from peer_losses import CHAINS, TARGET, peer_of
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from pipedraft.data_recipes.recipe import TokenizedData
+from pipedraft.data_recipes.table import row_lengths
+from pipedraft.devices import has_native_bf16
+from pipedraft.files import write_atomically
+from pipedraft.inference.config import DecodeConfig
+from pipedraft.inference.custom_generate import NoText
+from pipedraft.inference.engine import Engine
+from pipedraft.inference.shapes import TreeShape
+from pipedraft.models import load_draft
+from pipedraft.models.exchange.peers import import_head
+from pipedraft.models.target import load_target
+from pipedraft.train.batch import Batch
+from pipedraft.train.config import OptimConfig, parse_run
+from pipedraft.train.decoding import first_turns
+from pipedraft.train.launch import make_optimizers
+from pipedraft.train.methods import methods
+from pipedraft.train.position import Cut, batches_left
+from pipedraft.train.run import build_trainer
+
+CHAIN, PROMPTS, NEW_TOKENS, STAGES = 3, 48, 64, 4
+SEED = 0
+TRIED_STEPS = 3
+"""Steps before a run's length is estimated from its pace."""
+
+
+def adamw(model: nn.Module, rate: float) -> list[Optimizer]:
+    trained = [x for x in model.parameters() if x.requires_grad]
+    return [torch.optim.AdamW(trained, lr=rate, weight_decay=0.0)]
+
+
+def by_speculators(model: nn.Module) -> list[Optimizer]:
+    """Return speculators' optimizers with the defaults of its command."""
+    from speculators.train.config.schema import OptimizerArgs
+    from speculators.train.optimizers import build_optimizers
+
+    settings = OptimizerArgs()
+    # As its command resolves an unset rate.
+    own = {**settings.model_dump(), "muon_lr": settings.muon_lr or settings.lr}
+    return build_optimizers(model, SimpleNamespace(**own))
+
+
+def by_pipedraft(model: nn.Module) -> list[Optimizer]:
+    return make_optimizers(list(model.named_parameters()), OptimConfig(name="muon", lr=3e-3))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """How a package's EAGLE-3 is trained. Defaults: as configs/eagle/tiny_eagle3.yaml does."""
+
+    optimizers: Callable[[nn.Module], list[Optimizer]] = by_pipedraft
+    tokens: int = 1024
+    """Padded tokens in a pass; 0: one conversation."""
+    passes: int = 1
+    """Passes per optimizer step."""
+    steps: int = 7
+    """Draft tokens of a chain."""
+    decay: float = 0.8
+    warmup: float = 0.03
+    schedule: Literal["linear", "cosine"] = "linear"
+    clip: float = 1.0
+
+
+@dataclass(frozen=True)
+class Entrant:
+    package: Literal["pipedraft", "specforge", "speculators"]
+    config: str = "eagle/tiny_eagle3"
+    """pipedraft's configuration, which also names the data."""
+    recipe: Recipe = field(default_factory=Recipe)
+    """For the other packages."""
+
+
+# SpecForge: TrainingConfig and BF16Optimizer, with one conversation a step.
+SPECFORGE = Recipe(
+    optimizers=partial(adamw, rate=1e-4), tokens=0, warmup=0.015, schedule="cosine", clip=0.5
+)
+# speculators packs 8,192 tokens a step; several passes of conversations that do not see each other
+# have the same gradient.
+SPECULATORS = Recipe(optimizers=by_speculators, passes=8, steps=3, decay=1.0, warmup=0.01)
+ENTRANTS = {
+    "pipedraft, EAGLE-3": Entrant("pipedraft"),
+    "SpecForge, EAGLE-3": Entrant("specforge", recipe=SPECFORGE),
+    "SpecForge, EAGLE-3, ours": Entrant("specforge"),
+    "speculators, EAGLE-3": Entrant("speculators", recipe=SPECULATORS),
+    "speculators, EAGLE-3, ours": Entrant("speculators"),
+    "pipedraft, SPD": Entrant("pipedraft", "spd/quickstart"),
+    "pipedraft, PPSD": Entrant("pipedraft", "ppsd/tiny_n4"),
+}
+
+
+# -- clocks ---------------------------------------------------------------------------------
+
+
+class Budget:
+    """CPU seconds of this process since the start, and what they were spent on."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds, self.start = seconds, time.process_time()
+        self.parts: dict[str, float] = defaultdict(float)
+
+    @property
+    def spent(self) -> float:
+        return time.process_time() - self.start
+
+    @property
+    def share(self) -> float:
+        return self.spent / self.seconds
+
+    def timed(self, part: str, function: Callable) -> Callable:
+        """Return the function, with its time added to ``part``."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            start = time.process_time()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.parts[part] += time.process_time() - start
+
+        return call
+
+    def report(self) -> dict[str, float]:
+        """Return the share of each part; the rest is the head's forward, the loss and batches."""
+        shares = {part: seconds / self.spent for part, seconds in self.parts.items()}
+        return {**shares, "head, loss and batches": 1 - sum(shares.values())}
+
+
+# -- entrants -------------------------------------------------------------------------------
+
+
+def trainer_of(config: str, folder: Path) -> Any:
+    """Build pipedraft's trainer for a configuration."""
+    words = [f"--config=configs/{config}.yaml", f"--output_dir={folder}", f"--seed={SEED}"]
+    run, model, _ = parse_run([*words, "--evaluation.decode_prompts=0"], methods(), "")
+    return build_trainer(run, model)
+
+
+def train_own(trainer: Any, budget: Budget) -> tuple[int, int]:
+    """Run pipedraft's loop, and return its steps and supervised tokens."""
+    trainer.objective.hidden = budget.timed("target", trainer.objective.hidden)
+    trainer.accelerator.backward = budget.timed("backward", trainer.accelerator.backward)
+    for optimizer in trainer.optimizers:
+        optimizer.step = budget.timed("optimizer", optimizer.step)
+    windows, progress = trainer.windows(), trainer.progress
+    while budget.share < 1:
+        if progress.step >= TRIED_STEPS:  # the rate decays to the budget's end
+            trainer.num_steps = max(progress.step + 1, round(progress.step / budget.share))
+        trainer.optimize(next(windows))
+    return progress.step, progress.tokens
+
+
+def rate(share: float, recipe: Recipe) -> float:
+    """Return the learning rate after a share of the budget, relative to its peak."""
+    if share < recipe.warmup:
+        return max(share, 1e-3) / recipe.warmup
+    done = min(1.0, (share - recipe.warmup) / (1 - recipe.warmup))
+    return 1 - done if recipe.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
+
+
+def batches_of(data: TokenizedData, tokens: int) -> Iterator[Batch]:
+    """Yield padded batches of all epochs; 0 tokens: single conversations."""
+    lengths = row_lengths(data.train)
+    for epoch in range(10**6):
+        if tokens:
+            chosen = batches_left(lengths, SEED, epoch, Cut(tokens), [])
+        else:
+            chosen = [[row] for row in range(len(lengths))]
+            random.Random(epoch).shuffle(chosen)
+        for rows in chosen:
+            yield Batch.of_rows(data.train, rows, 0, packing=False)
+
+
+def train_peer(model: Any, trainer: Any, entrant: Entrant, budget: Budget) -> tuple[int, int]:
+    """Run a package's training pass, and return its steps and supervised tokens."""
+    recipe, loss_of = entrant.recipe, CHAINS[entrant.package][2]
+    target = trainer.objective.target
+    for name in ("taps_of", "raw_states_of"):
+        setattr(peer_losses, name, budget.timed("target", getattr(peer_losses, name)))
+    step, backward = budget.timed("optimizer", step_all), budget.timed("backward", Tensor.backward)
+    optimizers = recipe.optimizers(model)
+    peaks = [[group["lr"] for group in optimizer.param_groups] for optimizer in optimizers]
+    trained = [x for x in model.parameters() if x.requires_grad]
+    batches = batches_of(trainer.data, recipe.tokens)
+    is_bf16 = has_native_bf16(torch.device("cpu"))
+    num_steps = num_tokens = 0
+    while budget.share < 1:
+        for optimizer, rates in zip(optimizers, peaks, strict=True):
+            for group, peak in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"] = peak * rate(budget.share, recipe)
+        window = [next(batches) for _ in range(recipe.passes)]
+        counted = sum(int(batch.mask_BT.sum()) for batch in window)
+        for batch in window:
+            with torch.autocast("cpu", torch.bfloat16, enabled=is_bf16):
+                loss = loss_of(model, target, batch, steps=recipe.steps, decay=recipe.decay)
+            backward(loss / counted)
+        torch.nn.utils.clip_grad_norm_(trained, recipe.clip)
+        step(optimizers)
+        num_steps, num_tokens = num_steps + 1, num_tokens + counted
+    return num_steps, num_tokens
+
+
+def step_all(optimizers: list[Optimizer]) -> None:
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def run_entrant(name: str, seconds: float, folder: Path) -> dict[str, Any]:
+    """Train one entrant in this process, and decode the held-out prompts with its head."""
+    entrant, head = ENTRANTS[name], folder / "head"
+    torch.set_num_threads(1)
+    trainer = trainer_of(entrant.config, folder / "run")
+    if entrant.package == "pipedraft":
+        prepared, budget = time.process_time(), Budget(seconds)
+        num_steps, num_tokens = train_own(trainer, budget)
+    else:
+        model = peer_of(entrant.package, trainer.objective.draft, trainer.objective.target)
+        prepared, budget = time.process_time(), Budget(seconds)
+        num_steps, num_tokens = train_peer(model, trainer, entrant, budget)
+    spent, parts = budget.spent, budget.report()
+    if entrant.package == "pipedraft":
+        head.mkdir(exist_ok=True)
+        trainer.objective.save(head, {}, trainer.module.state_dict())
+    else:
+        model.save_pretrained(folder / "peer")
+        import_head(str(folder / "peer"), TARGET, head)
+    return {
+        "entrant": name,
+        "cpu_s": round(spent, 1),
+        "prepared_s": round(prepared, 1),
+        "steps": num_steps,
+        "supervised_tokens": num_tokens,
+        "parts": {part: round(share, 3) for part, share in parts.items()},
+        **decoded(head, trainer.data),
+    }
+
+
+def decoded(head: Path, data: TokenizedData) -> dict[str, float]:
+    """Decode the held-out prompts greedily, and return tau and L'."""
+    target = load_target(TARGET, dtype=torch.float32)
+    draft = load_draft(str(head), target)
+    prompts = first_turns(data.valid, PROMPTS, max_positions=512 - NEW_TOKENS)
+    kind = draft.draft_type
+    own: dict[str, Any] = {"tree": TreeShape(kind="chain", depth=CHAIN)}
+    if kind in ("spd", "ppsd"):
+        own = {"num_stages": STAGES, "boundaries": draft.boundaries}
+    schedule = kind if kind in ("spd", "ppsd") else "eagle"
+    config = DecodeConfig.of(schedule, max_new_tokens=NEW_TOKENS, **own)
+    engine = Engine(target, NoText(), config, draft)
+    results = [engine.decode(ids) for ids in prompts]
+    rounds = [length for result in results for length in result.round_lengths]
+    num_tokens, num_steps = (
+        sum(getattr(r, x) for r in results) for x in ("num_tokens", "num_steps")
+    )
+    return {
+        "prompts": len(prompts),
+        "tau": round(sum(rounds) / len(rounds), 3),
+        "equivalent_length": round(results[0].num_stages * num_tokens / num_steps, 3),
+    }
+
+
+# -- the race -------------------------------------------------------------------------------
+
+
+def races(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Run what is not finished, each entrant in its own process, and yield every result."""
+    minutes = [float(part) for part in args.minutes.split(",")]
+    for length in minutes:
+        for name in args.only.split(";") if args.only else ENTRANTS:
+            place = args.out / f"{name.replace(', ', '-')}-{length:g}min"
+            place.mkdir(parents=True, exist_ok=True)
+            file = place / "result.json"
+            if not file.exists():
+                seconds = str(60 * length)
+                result = measure_apart("--entrant", name, "--seconds", seconds, "--in", str(place))
+                write_atomically(file, json.dumps(result).encode())
+            yield {"minutes": length, **json.loads(file.read_text())}
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
+    parser.add_argument("--minutes", default="5,10", help="CPU minutes of each run")
+    parser.add_argument("--out", type=Path, default=Path("out/race"))
+    parser.add_argument("--only", help=f"entrants, with semicolons: {'; '.join(ENTRANTS)}")
+    parser.add_argument("--core", type=int, help="core to stay on")
+    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
+    for hidden, kind in (("--entrant", str), ("--seconds", float), ("--in", Path)):
+        parser.add_argument(hidden, type=kind, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    os.sched_setaffinity(0, {max(os.sched_getaffinity(0)) if args.core is None else args.core})
+    if args.entrant:
+        with redirect_stdout(sys.stderr):
+            result = run_entrant(args.entrant, args.seconds, vars(args)["in"])
+        print(json.dumps(result))
+        return
+    os.nice(max(0, 10 - os.nice(0)))
+    found = []
+    print(f"{'entrant':<28}{'minutes':>8}{'CPU s':>7}{'steps':>7}{'tokens':>9}{'tau':>7}{'L_':>7}")
+    for result in races(args):
+        found.append(result)
+        print(
+            f"{result['entrant']:<28}{result['minutes']:>8g}{result['cpu_s']:>7.0f}"
+            f"{result['steps']:>7}{result['supervised_tokens']:>9}{result['tau']:>7.3f}"
+            f"{result['equivalent_length']:>7.3f}",
+            flush=True,
+        )
+    if args.json:
+        print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
