@@ -361,7 +361,7 @@ def test_the_wheel_holds_the_package_and_runs_from_another_directory(tmp_path: P
         held = {name for name in archive.namelist() if ".dist-info/" not in name}
         archive.extractall(tmp_path / "site")
     found = [path for folder in MAY_IMPORT for path in (ROOT / folder).rglob("*.*")]
-    templates = [path for path in found if path.suffix in (".jinja", ".html", ".cpp")]
+    templates = [path for path in found if path.suffix in (".jinja", ".html", ".cpp", ".csv")]
     expected = {f"pipedraft/{label(path)}" for path in [*SOURCES, *templates]}
     assert held == expected | {f"pipedraft/{path}" for path in PACKAGED} and templates
     elsewhere = tmp_path / "elsewhere"
