@@ -41,6 +41,7 @@ NOT_RUN = {
     "benchmarks/engines_speed.py": "runs other engines, which are not installed here",
     "benchmarks/links.py": "needs root, and namespaces of the network",
     "benchmarks/emulated_link.py": "needs root, and namespaces of the network",
+    "benchmarks/edge/links.py": "needs root, and namespaces of the network",
     "benchmarks/peer_logits.py": "runs beside packages that are not installed here",
     "benchmarks/peer_losses.py": "runs beside packages that are not installed here",
     "pipedraft.models.exchange.openvino_ir": "runs beside packages that are not installed here",
