@@ -128,6 +128,7 @@ def test_every_command_of_this_project_runs_in_one_test_or_another():
     assert set(ours) <= {
         "benchmarks/links.py",
         "benchmarks/emulated_link.py",
+        "benchmarks/edge/links.py",
         "pipedraft.models.exchange.openvino_ir",
         "benchmarks/peer_logits.py",
         "benchmarks/planted_faults.py",
