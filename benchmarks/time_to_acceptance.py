@@ -1,22 +1,21 @@
-"""Race trainers: what a head accepts after equal CPU seconds, one core each.
+"""Race trainers: compare heads after equal CPU seconds, each trained on one core.
 
     PYTHONPATH=.. PEERS/bin/python benchmarks/time_to_acceptance.py --minutes 5,10 --out out/race
 
 `peer_losses.py` says how to make PEERS. Every entrant trains a head for the embedded target, on the
-same conversations, in one thread on one core, until it has spent its CPU minutes. pipedraft's
-entrants run its training loop. The packages' EAGLE-3 runs their own training pass with their own
-optimizer settings, or with ours (`ours`), and has the sizes and initial weights of ours. All
-compute in bfloat16 where the processor does. Rates decay to the end of the budget. Imports, loading
-and tokenizing count apart, as `prepared`.
+same conversations and on one thread, until its CPU minutes are spent. pipedraft's entrants run
+pipedraft's training loop. SpecForge and speculators run their own EAGLE-3 training pass, with their
+own optimizer settings or with ours (`ours`). Their heads start with the sizes and weights of ours.
+All compute in bfloat16 if the processor supports it. Learning rates decay to the budget's end.
+Imports, loading and tokenizing count separately, as `prepared`.
 
-The heads then decode the same held-out prompts here: greedily, EAGLE-3 with a chain of three draft
-tokens, SPD and PPSD with their own schedule on four stages. Finished entrants are kept under --out,
-so you can repeat the command. `--only` names entrants, `--core` the core.
+All heads then decode the same held-out prompts here, greedily: EAGLE-3 with a chain of three draft
+tokens, SPD and PPSD with their own schedule on four stages. --out keeps finished entrants, so you
+can repeat the command. `--only` selects entrants, `--core` the core.
 """
 
 import argparse
 import json
-import math
 import os
 import random
 import sys
@@ -25,7 +24,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -51,7 +49,7 @@ from pipedraft.models.target import load_target
 from pipedraft.train.batch import Batch
 from pipedraft.train.config import OptimConfig, parse_run
 from pipedraft.train.decoding import first_turns
-from pipedraft.train.launch import make_optimizers
+from pipedraft.train.launch import make_optimizers, rate_factor
 from pipedraft.train.methods import methods
 from pipedraft.train.position import Cut, batches_left
 from pipedraft.train.run import build_trainer
@@ -60,11 +58,8 @@ CHAIN, PROMPTS, NEW_TOKENS, STAGES = 3, 48, 64, 4
 SEED = 0
 TRIED_STEPS = 3
 """Steps before a run's length is estimated from its pace."""
-
-
-def adamw(model: nn.Module, rate: float) -> list[Optimizer]:
-    trained = [x for x in model.parameters() if x.requires_grad]
-    return [torch.optim.AdamW(trained, lr=rate, weight_decay=0.0)]
+PARTS = 10_000
+"""Parts of a budget. They count as optimizer steps for the learning rate."""
 
 
 def by_speculators(model: nn.Module) -> list[Optimizer]:
@@ -78,25 +73,21 @@ def by_speculators(model: nn.Module) -> list[Optimizer]:
     return build_optimizers(model, SimpleNamespace(**own))
 
 
-def by_pipedraft(model: nn.Module) -> list[Optimizer]:
-    return make_optimizers(list(model.named_parameters()), OptimConfig(name="muon", lr=3e-3))
-
-
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """How a package's EAGLE-3 is trained. Defaults: as configs/eagle/tiny_eagle3.yaml does."""
+    """A package's EAGLE-3 settings. Defaults: those in configs/eagle/tiny_eagle3.yaml."""
 
-    optimizers: Callable[[nn.Module], list[Optimizer]] = by_pipedraft
+    optim: OptimConfig = field(default_factory=lambda: OptimConfig(name="muon", lr=3e-3))
+    optimizers: Callable[[nn.Module], list[Optimizer]] | None = None
+    """The package's own; None: pipedraft's, by ``optim``."""
     tokens: int = 1024
     """Padded tokens in a pass; 0: one conversation."""
     passes: int = 1
     """Passes per optimizer step."""
     steps: int = 7
-    """Draft tokens of a chain."""
+    """Draft tokens per chain."""
     decay: float = 0.8
-    warmup: float = 0.03
-    schedule: Literal["linear", "cosine"] = "linear"
-    clip: float = 1.0
+    """Draft token i, from 0, has weight ``decay ** i``."""
 
 
 @dataclass(frozen=True)
@@ -108,13 +99,22 @@ class Entrant:
     """For the other packages."""
 
 
-# SpecForge: TrainingConfig and BF16Optimizer, with one conversation a step.
+# SpecForge: TrainingConfig and BF16Optimizer, with one conversation per step.
 SPECFORGE = Recipe(
-    optimizers=partial(adamw, rate=1e-4), tokens=0, warmup=0.015, schedule="cosine", clip=0.5
+    optim=OptimConfig(
+        lr=1e-4, betas=(0.9, 0.999), clip_norm=0.5, schedule="cosine", warmup_fraction=0.015
+    ),
+    tokens=0,
 )
-# speculators packs 8,192 tokens a step; several passes of conversations that do not see each other
-# have the same gradient.
-SPECULATORS = Recipe(optimizers=by_speculators, passes=8, steps=3, decay=1.0, warmup=0.01)
+# speculators packs 8,192 tokens per step. Eight passes of separate conversations have the same
+# gradient.
+SPECULATORS = Recipe(
+    optim=OptimConfig(warmup_fraction=0.01),
+    optimizers=by_speculators,
+    passes=8,
+    steps=3,
+    decay=1.0,
+)
 ENTRANTS = {
     "pipedraft, EAGLE-3": Entrant("pipedraft"),
     "SpecForge, EAGLE-3": Entrant("specforge", recipe=SPECFORGE),
@@ -186,14 +186,6 @@ def train_own(trainer: Any, budget: Budget) -> tuple[int, int]:
     return progress.step, progress.tokens
 
 
-def rate(share: float, recipe: Recipe) -> float:
-    """Return the learning rate after a share of the budget, relative to its peak."""
-    if share < recipe.warmup:
-        return max(share, 1e-3) / recipe.warmup
-    done = min(1.0, (share - recipe.warmup) / (1 - recipe.warmup))
-    return 1 - done if recipe.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
-
-
 def batches_of(data: TokenizedData, tokens: int) -> Iterator[Batch]:
     """Yield padded batches of all epochs; 0 tokens: single conversations."""
     lengths = row_lengths(data.train)
@@ -214,7 +206,9 @@ def train_peer(model: Any, trainer: Any, entrant: Entrant, budget: Budget) -> tu
     for name in ("taps_of", "raw_states_of"):
         setattr(peer_losses, name, budget.timed("target", getattr(peer_losses, name)))
     step, backward = budget.timed("optimizer", step_all), budget.timed("backward", Tensor.backward)
-    optimizers = recipe.optimizers(model)
+    parameters = list(model.named_parameters())
+    own = recipe.optimizers
+    optimizers = make_optimizers(parameters, recipe.optim) if own is None else own(model)
     peaks = [[group["lr"] for group in optimizer.param_groups] for optimizer in optimizers]
     trained = [x for x in model.parameters() if x.requires_grad]
     batches = batches_of(trainer.data, recipe.tokens)
@@ -223,14 +217,15 @@ def train_peer(model: Any, trainer: Any, entrant: Entrant, budget: Budget) -> tu
     while budget.share < 1:
         for optimizer, rates in zip(optimizers, peaks, strict=True):
             for group, peak in zip(optimizer.param_groups, rates, strict=True):
-                group["lr"] = peak * rate(budget.share, recipe)
+                done = min(PARTS, round(budget.share * PARTS))
+                group["lr"] = peak * rate_factor(done, PARTS, recipe.optim)
         window = [next(batches) for _ in range(recipe.passes)]
         counted = sum(int(batch.mask_BT.sum()) for batch in window)
         for batch in window:
             with torch.autocast("cpu", torch.bfloat16, enabled=is_bf16):
                 loss = loss_of(model, target, batch, steps=recipe.steps, decay=recipe.decay)
             backward(loss / counted)
-        torch.nn.utils.clip_grad_norm_(trained, recipe.clip)
+        torch.nn.utils.clip_grad_norm_(trained, recipe.optim.clip_norm)
         step(optimizers)
         num_steps, num_tokens = num_steps + 1, num_tokens + counted
     return num_steps, num_tokens
@@ -301,9 +296,8 @@ def decoded(head: Path, data: TokenizedData) -> dict[str, float]:
 
 def races(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Run what is not finished, each entrant in its own process, and yield every result."""
-    minutes = [float(part) for part in args.minutes.split(",")]
-    for length in minutes:
-        for name in args.only.split(";") if args.only else ENTRANTS:
+    for length in args.minutes:
+        for name in args.only:
             place = args.out / f"{name.replace(', ', '-')}-{length:g}min"
             place.mkdir(parents=True, exist_ok=True)
             file = place / "result.json"
@@ -316,14 +310,27 @@ def races(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 def main() -> None:
     parser = make_parser(__doc__)
-    parser.add_argument("--minutes", default="5,10", help="CPU minutes of each run")
+    parser.add_argument(
+        "--minutes",
+        type=lambda text: [float(part) for part in text.split(",")],
+        default=[5.0, 10.0],
+        help="CPU minutes per run, a comma list; default: 5,10",
+    )
     parser.add_argument("--out", type=Path, default=Path("out/race"))
-    parser.add_argument("--only", help=f"entrants, with semicolons: {'; '.join(ENTRANTS)}")
+    parser.add_argument(
+        "--only",
+        type=lambda text: [part.strip() for part in text.split(";")],
+        default=list(ENTRANTS),
+        help=f"entrants, with semicolons; default: {'; '.join(ENTRANTS)}",
+    )
     parser.add_argument("--core", type=int, help="core to stay on")
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     for hidden, kind in (("--entrant", str), ("--seconds", float), ("--in", Path)):
         parser.add_argument(hidden, type=kind, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    for name in args.only:
+        if name not in ENTRANTS:
+            parser.error(f"--only: {name!r} is no entrant; give some of {'; '.join(ENTRANTS)}")
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0)) if args.core is None else args.core})
     if args.entrant:
         with redirect_stdout(sys.stderr):

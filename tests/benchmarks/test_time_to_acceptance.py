@@ -10,16 +10,20 @@ from scripts import load_script
 race = load_script("benchmarks/time_to_acceptance.py")
 
 
-def test_rates_rise_and_then_fall_to_the_end_of_the_budget():
+def test_the_packages_rates_rise_and_then_fall_to_the_end_of_the_budget():
     for recipe in (race.SPECFORGE, race.SPECULATORS, race.Recipe()):
-        rates = [race.rate(share / 1000, recipe) for share in range(1001)]
-        peak = rates.index(max(rates))
-        assert max(rates) == pytest.approx(1, abs=0.01) and peak == round(1000 * recipe.warmup)
+        rates = [race.rate_factor(part, race.PARTS, recipe.optim) for part in range(race.PARTS + 1)]
+        peak = rates.index(1.0)
+        assert peak == round(race.PARTS * recipe.optim.warmup_fraction)
         assert rates[0] > 0 and rates[-1] == pytest.approx(0, abs=1e-9)
         assert rates[peak:] == sorted(rates[peak:], reverse=True)
-    # Half of the way down, a cosine and a line meet.
-    middle = [race.rate((1 + r.warmup) / 2, r) for r in (race.SPECFORGE, race.SPECULATORS)]
-    assert middle == pytest.approx([0.5, 0.5])
+
+
+def test_an_entrant_that_is_none_is_refused(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["benchmarks/time_to_acceptance.py", "--only=SpecForge"])
+    with pytest.raises(SystemExit, match="2"):
+        race.main()
+    assert "--only: 'SpecForge' is no entrant" in capsys.readouterr().err
 
 
 def test_a_budget_knows_what_its_seconds_went_to():
