@@ -1,4 +1,4 @@
-"""Measure the pipeline of processes over links with latency, beside what the cost model says.
+"""Measure the process pipeline over links with latency, and compare it with the cost model.
 
     python benchmarks/links.py --out out/links               # root: it makes two network namespaces
     python benchmarks/links.py --only pipeline --stages 4 --rtt 60,150 --out out/links
@@ -12,17 +12,16 @@ pipeline    Decodes with every schedule, outputs compared with transformers. The
             fitted without a network (--calibrate), then gets half the round trip for each link.
             S and ms are medians over --repeats.
 exits       --launches launches at 150 ms: statuses, seconds from the answer to the last exit.
-breaks      Stalls, outages, a killed rank, and a namespace that is cut, at a round trip of 60 ms. A
-            rank may end with 0 and the same output, or all end within 10 s of noticing, with a
-            line.
+breaks      Stalls, outages, a killed rank and a cut namespace, at a round trip of 60 ms. All ranks
+            end with 0 and the same output, or within 10 s after noticing, each with a line.
 edge        See edge/links.py.
 
-Everything is kept in --out, and is not measured again. The last line of --json has:
+Results stay in --out, and are not measured again. The last line of --json has:
 
 spd_over_model  measured S of SPD (n = 4) over the modeled one, the worse of 60 and 150 ms
 lowest_s        the lowest measured S in the table
-different       outputs that differ from transformers'
-bad_exits       launches that did not end as they should
+different       outputs unlike transformers'
+bad_exits       launches with a wrong ending
 """
 
 import argparse
@@ -64,9 +63,9 @@ FAMILIES = {
 """Checkpoint, schedules and draft shapes; one launch decodes with all."""
 PROMPT = "Write a Python function that returns the sum of a list."
 NOTICE_S = 10
-"""Seconds for all ranks to end once one has noticed a failure, as docs/pipeline.md promises."""
+"""Time in seconds for all ranks to end after one noticed a failure (docs/pipeline.md)."""
 SILENCE_S = 7
-"""Seconds without a message after which a rank counts as lost (ranks/watch.py)."""
+"""A rank counts as lost after this many seconds without a message (ranks/watch.py)."""
 
 
 @dataclass
@@ -120,7 +119,7 @@ class Launch:
         return statuses
 
     def wait_for(self, name: str, text: str, limit_s: float) -> float:
-        """Wait until a file has some text, or rank 0 has ended. Return that moment."""
+        """Wait until a file has some text or rank 0 has ended. Return the time."""
         end_s = time.monotonic() + limit_s
         while self.started[0].poll() is None and time.monotonic() < end_s:
             found = (self.folder / name).read_text()
@@ -133,7 +132,7 @@ class Launch:
         return (self.folder / "out0.txt").read_text()
 
     def complaints(self, rank: int) -> list[str]:
-        """Return the lines with which a rank says why it ended."""
+        """Return a rank's reasons for its end."""
         lines = (self.folder / f"err{rank}.txt").read_text().splitlines()
         return [line for line in lines if line.startswith("error: rank")]
 
@@ -147,14 +146,15 @@ class Launch:
         return found
 
 
-# -- what the schedules take ----------------------------------------------------------------------
+# -- the schedules' time --------------------------------------------------------------------------
 
 
 def families(args: argparse.Namespace) -> dict[str, tuple[str, str, tuple[str, ...]]]:
     """Return the shipped heads, or the user's own."""
     if args.checkpoint is None:
         return FAMILIES
-    return {"own": (args.checkpoint, args.schedules, tuple(args.shape.split()))}
+    shape = "--tree chain:3" if args.shape is None else args.shape
+    return {"own": (args.checkpoint, args.schedules or "eagle", tuple(shape.split()))}
 
 
 def eval_words(args: argparse.Namespace, family: str, stages: int, out: Path) -> list[str]:
@@ -179,7 +179,7 @@ def ms_per_token(run: dict[str, Any]) -> float:
 
 
 def calibrated(args: argparse.Namespace, family: str, stages: int) -> tuple[Path, float]:
-    """Return the cost model fitted on this machine without a network, and a target pass in ms."""
+    """Return the cost model's file, fitted without a network, and a target pass in ms."""
     out = args.out / f"home_{family}_n{stages}"
     cost = out / "cost.json"
     if not cost.is_file():
@@ -201,7 +201,7 @@ def calibrated(args: argparse.Namespace, family: str, stages: int) -> tuple[Path
 
 
 def measure_pipeline(args: argparse.Namespace, link: EmulatedLink) -> list[dict[str, Any]]:
-    """Return a record for each schedule, number of stages and round trip."""
+    """Return one record per schedule, number of stages and round trip."""
     records = []
     for stages in args.stages:
         for family in families(args):
@@ -287,14 +287,14 @@ def inference_words(tokens: int) -> list[str]:
 
 
 def measure_exits(args: argparse.Namespace, link: EmulatedLink) -> list[dict[str, Any]]:
-    """Return a record for each of several launches at 150 ms."""
+    """Return a record for each launch at 150 ms."""
     saved = args.out / "exits.json"
     records = json.loads(saved.read_text()) if saved.is_file() else []
     link.set(rtt=150)
     while len(records) < args.launches:
         folder = args.out / "exits" / str(len(records))
         launch = Launch(link, SPD_STAGES, inference_words(24), folder).start()
-        # The last line of rank 0's own figures says that the answer is complete.
+        # Rank 0 prints this line last: the answer is complete.
         done_s = launch.wait_for("err0.txt", "rank 3", args.limit_s)
         statuses = launch.wait(args.limit_s)
         records.append(
@@ -322,7 +322,7 @@ BREAKS: dict[str, tuple[dict[str, Any], float]] = {
 
 
 def measure_breaks(args: argparse.Namespace, link: EmulatedLink) -> list[dict[str, Any]]:
-    """Return a record for each break, half a second after the first text."""
+    """Return one record per break, each half a second after the first text."""
     saved = args.out / "breaks.json"
     if saved.is_file():
         return json.loads(saved.read_text())
@@ -398,14 +398,17 @@ def main() -> None:
     add("--break-tokens", type=int, default=160)
     add("--limit-s", type=float, default=900, help="for one launch")
     add("--checkpoint", help="your head, for pipeline; default: the shipped ones")
-    add("--schedules", default="eagle", help="comma list, for your head")
-    add("--shape", default="--tree chain:3", help="eval's options of your head's drafts")
+    add("--schedules", help="comma list, with --checkpoint; default: eagle")
+    add("--shape", help="eval's draft options, with --checkpoint; default: '--tree chain:3'")
     add("--never-slower", action="store_true", help="decode with eval's gate, for pipeline")
     add("--sysctl", action="append", default=[], help="kernel setting of both namespaces")
     add("--out", type=Path, required=True)
     add("--json", action="store_true", help="no progress; a line of JSON at the end")
     args = parser.parse_args()
     parts = args.only.split(",")
+    for flag in ("schedules", "shape"):
+        if args.checkpoint is None and getattr(args, flag) is not None:
+            parser.error(f"--{flag}: {getattr(args, flag)!r} without --checkpoint; name your head")
     if unknown := set(parts) - set(PARTS):
         parser.error(f"--only: {', '.join(sorted(unknown))}; give some of {', '.join(PARTS)}")
     args.out = args.out.absolute()

@@ -1,5 +1,6 @@
 """Pages that quote other files and outputs: their fields, figures and outputs are real."""
 
+import csv
 import io
 import json
 import re
@@ -80,6 +81,32 @@ def test_the_quotients_of_the_readme_are_right():
     assert len(rows) == 2
     for ratio, mine, other in rows:
         assert f"{float(mine) / float(other):.2f}" == ratio
+
+
+def test_the_chart_and_the_readme_have_the_measured_pipeline():
+    """Four ranks' table in lab/links.md, S measured / modeled by round trip."""
+    page = (DOCS / "lab" / "links.md").read_text()
+    table = page[page.index("With four ranks") : page.index("With two ranks")]
+    cells = dict(re.findall(r"^\| (\w+) \| [\d.]+ \| (\d.*) \|$", table, re.MULTILINE))
+    rows = {
+        name: [part.split(" = ")[0].split(" / ") for part in row.split(" | ")]
+        for name, row in cells.items()
+    }
+    text = (REPOSITORY / "README.md").read_text()
+    for name, words in (("spd", "SPD chain"), ("eagle", "EAGLE-3 tree of 12")):
+        (measured,) = re.findall(rf"{words} \| B \| .*?\[(\d\.\d\d) times\]", text)
+        assert measured == rows[name][2][0]
+    series = {"SPD, a chain": "spd", "EAGLE, tree of 12": "eagle", "SSD": "ssd"}
+    series |= {"FlowSpec": "flowspec", "PipeDec": "pipedec", "PipeInfer": "pipeinfer"}
+    num_points = 0
+    with (DOCS / "lab" / "figures.csv").open(newline="") as file:
+        for line in csv.DictReader(file):
+            if line["question"] == "measured_by_link":
+                row = rows[series[line["series"].removeprefix("measured: ")]]
+                at = ("5", "20", "60", "150").index(line["x"])
+                assert line["y"] == row[at][not line["series"].startswith("measured")]
+                num_points += 1
+    assert num_points == 2 * 4 * len(series)
 
 
 # -- a large model -------------------------------------------------------------------------------
