@@ -352,6 +352,11 @@ def in_engine(
         raise UsageError(
             f"--starts: {options.starts} is for openvino; {engine.name} starts once, leave it out"
         )
+    if options.exported and engine.layouts[kind] == "gguf":
+        raise UsageError(
+            f"--exported: {options.exported[0]!r} with --engine {engine.name}, which reads GGUF "
+            "files; leave it out, the command exports the head itself"
+        )
     target, depth = parity.target, engine_depth(parity.draft, parity.depth)
     name = options.target or parity.draft.reference.name
     encoded = [(encode_turn(parity.decoding.tokenizer, one, []), one) for one in prompts]

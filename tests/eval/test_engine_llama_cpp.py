@@ -10,6 +10,7 @@ import sys
 import pytest
 import torch
 from command_runs import assert_one_line, call
+from own_rounds import own_rounds
 from scripts import load_script
 from tiny_drafts import make_head
 from tiny_models import tiny_llama, write_rows
@@ -20,8 +21,8 @@ from gguf_runs import write_gguf
 from pipedraft.endings import run_command
 from pipedraft.eval.llama_cpp_process import rounds_of
 from pipedraft.eval.parity_rows import Decoding
-from pipedraft.eval.tasks import encode_turn, load_tasks
 from pipedraft.models import load_draft
+from pipedraft.models.exchange.export import export
 from pipedraft.models.target import load_target, load_tokenizer
 from pipedraft.pretrained import quieten
 
@@ -98,18 +99,10 @@ def answers_of(place, change=lambda token: token):
     draft = load_draft(str(place / "head"), target)
     decoding = Decoding(target, tokenizer, draft, depth=DEPTH, max_new_tokens=TOKENS)
     prompts, runs = {}, {}
-    for prompt in load_tasks([str(place / "own.jsonl")], None, None)["own"]:
-        ids = encode_turn(tokenizer, prompt, [])
-        with torch.inference_mode():
-            out, drafted = decoding.run(ids)
-        rounds = {}
-        for one in drafted:
-            rounds.setdefault(one.root, []).append(change(one.token))
+    for prompt, ids, out, rounds in own_rounds(decoding, place / "own.jsonl"):
+        found = [[change(token) for token in tokens] for tokens in rounds.values()]
         sizes = decoding.result.round_lengths
-        runs[json.dumps(ids)] = {
-            "tokens": out,
-            "rounds": [*zip(rounds.values(), sizes, strict=True)],
-        }
+        runs[json.dumps(ids)] = {"tokens": out, "rounds": [*zip(found, sizes, strict=True)]}
         prompts[prompt.messages()[0]["content"]] = ids
     return {"prompts": prompts, "runs": runs}
 
@@ -130,13 +123,19 @@ def parity(place, monkeypatch, capsys):
 
 def test_a_server_with_the_same_draft_tokens_agrees(parity, place):
     status, out, err = parity(answers_of(place))
-    assert (status, err) == (0, ""), out
+    assert status == 0, out + err
     assert "llama.cpp b1: equal at every one of " in out
     assert "2 of 2 outputs are the ones decoded here" in out
     words = json.loads((place / "asked.json").read_text())
     assert words[words.index("--spec-type") + 1] == "draft-eagle3"
     assert words[words.index("-m") + 1] == str(place / "target.gguf")
     assert {"-ctk", "-ctv", "-ctkd", "-ctvd"} <= {*words}  # the default caches are float16
+
+
+def test_exported_files_of_another_format_are_refused(parity, place, tmp_path):
+    export(place / "head", "sglang", tmp_path / "files", target=str(place / "target.gguf"))
+    status, out, err = parity(None, "--exported", tmp_path / "files")
+    assert_one_line(status, "", err, ["--exported", "files'", "--engine llama.cpp", "GGUF"])
 
 
 def test_other_draft_tokens_and_prompts_are_named(parity, place):

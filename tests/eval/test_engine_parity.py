@@ -11,6 +11,7 @@ from os.path import commonprefix
 import pytest
 import torch
 from command_runs import assert_one_line, call
+from own_rounds import own_rounds
 from safetensors.torch import load_file, save_file
 from scripts import load_script
 from tiny_drafts import make_head
@@ -21,7 +22,6 @@ from pipedraft.errors import UsageError
 from pipedraft.eval.arguments import ParityOptions
 from pipedraft.eval.openvino_process import rounds_of
 from pipedraft.eval.parity_rows import Decoding
-from pipedraft.eval.tasks import encode_turn, load_tasks
 from pipedraft.models import load_draft
 from pipedraft.models.exchange.export import export
 from pipedraft.models.exchange.peers import import_head
@@ -88,15 +88,11 @@ def answer_of(place, files, *, dtype="float32", rendered=True, tokens=None):
     draft = load_draft(str(files), target).to(target.dtype)
     decoding = Decoding(target, tokenizer, draft, depth=DEPTH, max_new_tokens=TOKENS)
     runs, accepted, drafts = [], [0] * DEPTH, 0
-    for prompt in load_tasks([str(place / "own.jsonl")], None, None)["own"]:
-        ids = encode_turn(tokenizer, prompt, [])
-        with torch.inference_mode():
-            out, drafted = decoding.run(ids)
-        rounds = {}
-        for one in drafted:
-            token = tokens(draft, one.token) if tokens else one.token
-            rounds.setdefault(one.root, []).append(token)
-        rounds = [{"root": root, "drafted": found} for root, found in rounds.items()]
+    for _, ids, out, found in own_rounds(decoding, place / "own.jsonl"):
+        rounds = [
+            {"root": root, "drafted": [tokens(draft, x) for x in drafted] if tokens else drafted}
+            for root, drafted in found.items()
+        ]
         own = ids if rendered else [*ids[:3], *ids[4:]]
         runs.append({"token_ids": out, "rendered": own, "rounds": rounds})
         for at, count in enumerate(decoding.result.position_accepts):
