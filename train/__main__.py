@@ -47,44 +47,46 @@ OVERFIT_STEPS = 400
 """Steps of --overfit-one without a number: enough for every head on the embedded target."""
 
 
-def take_overfit(arguments: list[str]) -> tuple[list[str], int | None]:
-    """Return the arguments without ``--overfit-one [N]``, and its number of steps or None."""
-    flag = "--overfit-one"
+def take_flag(
+    arguments: list[str], flag: str, default: str | None = None
+) -> tuple[list[str], str | None]:
+    """Return the arguments without ``flag`` and its value, and the value; None: not among them.
+
+    Args:
+        default: the value if the flag has none; None: it must have one.
+    """
     given = [word.partition("=") for word in arguments]
     at = next((i for i, (name, *_) in enumerate(given) if name.replace("_", "-") == flag), None)
     if at is None:
         return arguments, None
-    value, rest = given[at][2], arguments[at + 1 :]
-    if not given[at][1] and rest and not rest[0].startswith("-"):
+    (_, equals, value), rest = given[at], arguments[at + 1 :]
+    if not equals and rest and not rest[0].startswith("--"):
         value, *rest = rest
-    elif not given[at][1]:
-        value = str(OVERFIT_STEPS)
+    elif not equals:
+        value = default or ""
+    if default is None and not value:
+        raise UsageError(f"{flag}: no value; give one, see --help")
+    return [*arguments[:at], *rest], value
+
+
+def take_overfit(arguments: list[str]) -> tuple[list[str], int | None]:
+    """Return the arguments without ``--overfit-one [N]``, and its number of steps or None."""
+    flag = "--overfit-one"
+    arguments, value = take_flag(arguments, flag, str(OVERFIT_STEPS))
+    if value is None:
+        return arguments, None
     if not value.isdecimal() or not int(value):
         raise UsageError(
             f"{flag}: {value!r} is no number of steps; give one from 1 on or leave it out, and "
             "name the configuration with --config FILE"
         )
-    return [*arguments[:at], *rest], int(value)
-
-
-def take_value(arguments: list[str], flag: str) -> tuple[list[str], str | None]:
-    """Return the arguments without ``flag`` and its value, and the value or None."""
-    given = [word.partition("=") for word in arguments]
-    at = next((i for i, (name, *_) in enumerate(given) if name.replace("_", "-") == flag), None)
-    if at is None:
-        return arguments, None
-    value, rest = given[at][2], arguments[at + 1 :]
-    if not given[at][1] and rest and not rest[0].startswith("--"):
-        value, *rest = rest
-    if not value:
-        raise UsageError(f"{flag}: no value; give one, see --help")
-    return [*arguments[:at], *rest], value
+    return arguments, int(value)
 
 
 def take_wish(arguments: list[str]) -> tuple[list[str], float | None, Path | None]:
     """Return the arguments without ``--wish-tau`` and ``--curve``, and their values or None."""
-    arguments, given = take_value(arguments, "--wish-tau")
-    arguments, folder = take_value(arguments, "--curve")
+    arguments, given = take_flag(arguments, "--wish-tau")
+    arguments, folder = take_flag(arguments, "--curve")
     if given is None and folder is not None:
         raise UsageError(f"--curve: {folder!r} without --wish-tau; give the wished tau")
     if given is None:

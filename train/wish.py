@@ -1,4 +1,4 @@
-"""Say how many tokens and conversations a wished acceptance length needs, for ``--plan``.
+"""Estimate the tokens and conversations for a wished acceptance length, for ``--plan``.
 
 python -m pipedraft.train --plan configs/spd/quickstart.yaml --wish-tau 3.5 --curve out/eagle3
 """
@@ -20,25 +20,25 @@ from .forecast import STAGED, Curve, Forecaster, Kind, forecaster, points_of, re
 from .run import load_tokenizer_of
 
 FARTHEST = 1e4
-"""Most times a curve's tokens that a wish may need."""
+"""Maximum multiple of a curve's tokens for a wish."""
 SAMPLED = 500
-"""Rows of each source to count tokens in, which takes a second."""
+"""Rows per source for counting tokens; they take a second."""
 
 
 @dataclass(frozen=True)
 class Wish:
-    """A wished length, and where to read how it grows."""
+    """A wished acceptance length, and the run with the learning curve for it."""
 
     length: float
-    """Tokens per round."""
+    """Tokens per verification round."""
     folder: Path | None = None
-    """An earlier run's output_dir; None: the measured runs that ship."""
+    """An earlier run's output_dir; None: the longest shipped run with the same method."""
 
     def curve(self, method: str) -> tuple[Curve, str]:
-        """Return the run's curve and its name.
+        """Return the learning curve and its name.
 
         Raises:
-            UsageError: no such run, or another method's.
+            UsageError: the folder is no run, or a run with another method.
         """
         if self.folder is None:
             runs = {name: c for name, c in read_curves().items() if c.method == method}
@@ -61,7 +61,7 @@ class Wish:
         """Yield the plan's lines.
 
         Raises:
-            UsageError: as in ``curve``, a method that is not ``STAGED``, or the run is too short.
+            UsageError: as in ``curve``; or the method is not ``STAGED``, or the run is too short.
         """
         if run.method not in STAGED:
             raise UsageError(
@@ -89,15 +89,16 @@ class Wish:
 
 
 def tokens_for(length: float, curve: Curve, by: Forecaster, decayed: float) -> list[float]:
-    """Return the tokens of a run that reaches ``length``, and the ends of their 90 % interval.
+    """Return the tokens needed for ``length``, and the ends of their 90 % interval.
 
-    Each is infinite if the forecast stays below ``length`` up to ``FARTHEST`` times the curve.
+    A value is infinite if the forecast stays below ``length`` up to ``FARTHEST`` times the curve.
 
     Args:
-        decayed: 1 - learning rate over its peak, at the run's end.
+        decayed: 1 - lr / peak lr at the run's end.
     """
     law = by.law(curve, curve.tokens)
     assert law is not None
+    # Invert the law on a logarithmic grid: the first token count whose forecast is long enough.
     tokens_N = curve.tokens * np.geomspace(1 / FARTHEST, FARTHEST, 2001)
     found = [law.predict(tokens, decayed) for tokens in tokens_N]
     mean_N, deviation_N = (np.array(column) for column in zip(*found, strict=True))
@@ -109,10 +110,10 @@ def tokens_for(length: float, curve: Curve, by: Forecaster, decayed: float) -> l
 
 
 def conversation_tokens(run: RunConfig) -> float | None:
-    """Return the mean supervised tokens of a conversation in the run's files.
+    """Return the mean supervised tokens per conversation in the run's files.
 
     Returns:
-        None for data on the Hub, and for a target without its tokenizer.
+        None for data on the Hub, or for a target without a tokenizer.
     """
     place = Path(packaged(str(run.target)))
     has_tokenizer = not place.is_dir() or (place / "tokenizer_config.json").is_file()
@@ -128,17 +129,17 @@ def conversation_tokens(run: RunConfig) -> float | None:
 
 
 def short(number: float) -> str:
-    """Write 1234567 as 1.2 M, and infinity in words."""
+    """Write 1234567 as 1.2 M, 80543 as 81,000, and infinity in words."""
     if number == math.inf:
         return "out of reach"
-    for unit, letter in ((1e9, " G"), (1e6, " M"), (1e3, ",000")):
-        if number >= unit:
-            digits = 1 if letter != ",000" and number < 10 * unit else 0
-            return f"{number / unit:.{digits}f}{letter}"
-    return f"{number:.0f}"
+    for unit, letter in ((1e9, " G"), (1e6, " M")):
+        if number >= 0.9995 * unit:  # 999,500 would be rounded to 1,000,000
+            return f"{number / unit:.{int(number < 10 * unit)}f}{letter}"
+    return f"{round(number, -3):,.0f}" if number >= 1e3 else f"{number:.0f}"
 
 
 def spread(numbers: list[float], unit: str) -> str:
+    """Format a value with its 90 % interval."""
     value, low, high = map(short, numbers)
     value = value if numbers[0] == math.inf else f"about {value}{unit}"
     return f"{value} (90 %: {low} to {high})"

@@ -169,6 +169,7 @@ def test_the_tokens_of_a_wish_reach_it(made):
     assert found.value == pytest.approx(3.0, rel=0.01)
     assert tokens_for(1e4, curve, made, 1.0)[0] == math.inf
     assert short(math.inf) == "out of reach" and short(1_234_567) == "1.2 M"
+    assert short(999_600) == "1.0 M" and short(80_543) == "81,000" and short(94.2) == "94"
 
 
 def test_the_plan_says_what_a_wish_needs(world, tmp_path, monkeypatch, capsys):
