@@ -69,7 +69,7 @@ def read_text(path: Path, field: str, most: int = MAX_BYTES) -> str:
 
 
 def read_json(path: Path, field: str, kind: type[T], most: int = MAX_BYTES) -> T:
-    """Read a JSON file into ``kind``, a type that msgspec supports. NaN is refused.
+    """Read a JSON file into ``kind``, a type supported by msgspec. NaN is refused.
 
     Raises:
         UsageError: as in ``read_bounded``, or the content does not fit ``kind``.
@@ -138,7 +138,7 @@ def locked(folder: Path, field: str, *, shared: bool = False) -> Iterator[None]:
     The system releases the lock when the process ends for any reason. No file remains.
 
     Args:
-        shared: share the lock with other runs that set this, such as the shards of an evaluation.
+        shared: share the lock with other runs that set this, like the shards of an evaluation.
 
     Raises:
         UsageError: another run has the lock.
@@ -183,7 +183,7 @@ def make_place(field: str, path: Path, mark: bytes) -> None:
     """Create an output file's folder. The file must be new or of the same kind.
 
     Args:
-        mark: bytes that every file of this kind has in its first 1,024.
+        mark: bytes found in the first 1,024 of every file of this kind.
 
     Raises:
         UsageError: the folder cannot be created, or another kind of file exists there.
@@ -204,7 +204,7 @@ def make_place(field: str, path: Path, mark: bytes) -> None:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Add ``path`` to errors about a full or failing disk, which do not name the file.
+    """Add ``path`` to errors about a full or failing disk if they do not name the file.
 
     Raises:
         Failure: one line with the path, the reason and the fix.
@@ -241,7 +241,7 @@ def publish(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def make_readable(path: Path) -> None:
-    """Give a file the default permissions, because safetensors makes it private to its owner."""
+    """Set default permissions, because safetensors makes files private to their owner."""
     mask = os.umask(0)
     os.umask(mask)
     path.chmod(0o666 & ~mask)
@@ -273,7 +273,7 @@ def to_json(content: object) -> bytes:
 
 
 def _without_nan(value: object) -> object:
-    """Replace NaN and infinity by None, because JSON has no such numbers."""
+    """Replace NaN and infinity by None, because JSON cannot express them."""
     if isinstance(value, msgspec.Struct):
         value = msgspec.to_builtins(value)
     if isinstance(value, dict):
@@ -298,10 +298,10 @@ def write_folder(
 
     Args:
         out: a new or empty folder.
-        fill: writes the files into the folder that it is called with.
-        inputs: folders that are read. ``out`` must not equal, contain or be inside one of them.
+        fill: called with a folder; writes the files into it.
+        inputs: folders to read. ``out`` must not equal, contain or be inside one of them.
         replaces: if True, ``out`` may have files, if ``fill`` writes all of them again. If it is a
-            file's name, ``out`` must also have this file, which shows that this command wrote it.
+            file's name, ``out`` must also have this file, as proof that this command wrote it.
 
     Raises:
         UsageError: ``out`` has other files, is not a folder, or cannot be created.
@@ -333,7 +333,7 @@ def write_folder(
                     f"--out: {str(out)!r} has files that this command did not write; give another "
                     "folder"
                 )
-            if old:  # is removed with the temporary folder
+            if old:  # removed with the temporary folder
                 place.replace(Path(temporary, "old"))
             new.replace(place)
     except (OSError, SafetensorError) as error:

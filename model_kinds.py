@@ -1,4 +1,4 @@
-"""Refuse models that are stored in a form we do not load: adapters and quantized weights."""
+"""Refuse models in a form this package does not load: adapters and quantized weights."""
 
 import json
 import re
@@ -11,7 +11,7 @@ from .files import Values
 
 
 class Refused(ValueError):
-    """Error whose one-line message needs no further context."""
+    """Error with a complete one-line message, shown without further context."""
 
 
 FindFile = Callable[[str], str | None]
@@ -29,9 +29,9 @@ ADAPTER_WEIGHTS = (
 )
 """Weight files written by peft (two formats), mlx-lm, AdapterHub and diffusers."""
 HEAD_ROPES = ("default", "linear", "llama3", "yarn", "dynamic")
-"""Types of rotary positions that heads support."""
+"""Rotary position types supported by heads."""
 UNMERGED = re.compile("PROMPT|PREFIX|P_TUNING|CPT|CARTRIDGE")
-"""peft types that add tokens or states instead of changing the model's weights."""
+"""peft types with extra tokens or states instead of changed model weights: not mergeable."""
 
 
 def check_adapter(name: str, find: FindFile, field: str) -> None:
@@ -41,7 +41,7 @@ def check_adapter(name: str, find: FindFile, field: str) -> None:
     if place is None:
         found = [x for x in ADAPTER_WEIGHTS if Path(name).is_dir() and Path(name, x).exists()]
         # peft saves every adapter except the default one in a folder with the adapter's name. Next
-        # to a model's weights, such a folder only documents a merged adapter, as `train` writes it.
+        # to a model's weights, this folder only documents a merged adapter, as `train` writes it.
         if not _has_weights(name):
             found += [f"{x.parent.name}/{x.name}" for x in _below(name, ADAPTER_CONFIG)]
         if not found:
@@ -114,16 +114,16 @@ QUANTIZED = re.compile(
     r"|proj_(?:blocks|scales)"  # gpt-oss
     r")$"
 )
-"""Matches names of quantized weights, and of the tensors stored with them."""
+"""Pattern for the names of quantized weights and the tensors stored with them."""
 CACHE_SCALES = re.compile(
     r"\.(?:[kvq]|kv|prob)_scale$|\.[kvq]_(?:zero_point|bmm_quantizer\._amax)$"
     r"|\.[kvq]_proj\.(?:[kvq]|output)_scale$"
 )
-"""Matches names of scales for a quantized KV cache, which plain weights do not need."""
+"""Pattern for scale names in a quantized KV cache. Unquantized weights do not need these scales."""
 
 
 def is_for_cache_alone(scheme: Any) -> bool:
-    """Return True if a scheme in config.json quantizes only the KV cache."""
+    """Return True if a quantization scheme in config.json covers only the KV cache."""
     if not isinstance(scheme, dict) or not any(scheme.get(key) for key in CACHE_KEYS):
         return False
     is_for_weights = scheme.get("quant_algo") or scheme.get("bits") or scheme.get("config_groups")
@@ -132,7 +132,7 @@ def is_for_cache_alone(scheme: Any) -> bool:
 
 
 def check_scheme(config: Values, name: str, field: str) -> None:
-    """Raise ``Refused`` if config.json says that the weights are quantized."""
+    """Raise ``Refused`` if config.json declares the weights quantized."""
     for part in (config.get("text_config"), config):
         if not isinstance(part, dict):
             continue
@@ -147,13 +147,13 @@ def check_scheme(config: Values, name: str, field: str) -> None:
 
 
 def _method(scheme: Any) -> str:
-    """Return a scheme's method, or its first characters if it names none."""
+    """Return a scheme's method, or the scheme's first 60 characters if none is named."""
     named = [k for k in METHOD_KEYS if scheme.get(k)] if isinstance(scheme, dict) else []
     return f"{named[0]} {scheme[named[0]]!r}" if named else repr(scheme)[:60]
 
 
 def check_plain(names: Iterable[str], name: str, find: FindFile, field: str) -> None:
-    """Raise ``Refused`` if the tensor names show that the weights are quantized."""
+    """Raise ``Refused`` if the tensor names reveal quantized weights."""
     found = next((x for x in names if QUANTIZED.search(x) and not CACHE_SCALES.search(x)), None)
     if found is None:
         return
@@ -176,7 +176,7 @@ def check_numbers(dtypes: dict[str, str], name: str, field: str) -> None:
 
 
 def check_tensors(wrong: dict[str, set[str]], field: str, name: str) -> None:
-    """Raise ValueError if ``wrong``, a map from faults to tensor names, has a tensor."""
+    """Raise ValueError if ``wrong`` (fault -> tensor names) has a tensor."""
     for what, names in wrong.items():
         if names:
             first = ", ".join(sorted(names)[:3]) + ", ..." * (len(names) > 3)

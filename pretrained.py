@@ -107,7 +107,7 @@ def load_model(
 
 
 def without_cache_scales(model: PreTrainedModel, names: Iterable[str]) -> set[str]:
-    """Return names except a quantized cache's scales, which ``unapplied_settings`` lists."""
+    """Drop a quantized cache's scales from the names. ``unapplied_settings`` reports them."""
     every = set(names)
     plain = {name for name in every if not CACHE_SCALES.search(name)}
     model.config.num_cache_scales = len(every) - len(plain)
@@ -115,7 +115,7 @@ def without_cache_scales(model: PreTrainedModel, names: Iterable[str]) -> set[st
 
 
 def auto_class(config: PreTrainedConfig) -> Any:
-    """Return the transformers class that loads a text model, or a model that also reads images."""
+    """Return the transformers class for a text model, or for a model with image input."""
     reads_images = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     if reads_images and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return AutoModelForImageTextToText
@@ -179,11 +179,11 @@ NEUTRAL: Values = {
     **dict.fromkeys(("bad_words_ids", "suppress_tokens", "begin_suppress_tokens"), ([],)),
     **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "sequence_bias"), ()),
 }
-"""Settings in generation_config.json that can change greedy answers -> values that do not."""
+"""Settings in generation_config.json with an effect on greedy answers -> values without one."""
 
 
 def unapplied_settings(model: PreTrainedModel) -> list[str]:
-    """List the settings in a model's files that other packages apply, but this package does not."""
+    """List the settings in a model's files applied by other packages, but not by this one."""
     config = getattr(model, "generation_config", None)
     given = {name: getattr(config, name, None) for name in NEUTRAL}
     num_scales = getattr(model.config, "num_cache_scales", 0)
@@ -291,7 +291,7 @@ def load_generation_config(
 
 
 def check_whole(stored: Values, name: str, revision: str | None, *, field: str = "target") -> None:
-    """Raise ``Refused`` for an adapter, and for weights that config.json calls quantized."""
+    """Raise ``Refused`` for an adapter, or if config.json declares the weights quantized."""
     check_scheme(stored, str(name), field)
     check_adapter(str(name), partial(model_file, name, revision), field)
 
@@ -306,7 +306,7 @@ def _refuse_code(settings: Values, file: str, field: str, name: str) -> None:
 
 @contextmanager
 def explained(field: str, name: str) -> Iterator[None]:
-    """Turn any error that transformers raises for a model's files into a one-line ValueError."""
+    """Turn any error from transformers about a model's files into a one-line ValueError."""
     try:
         yield
     except (OSError, SafetensorError) as error:
@@ -326,7 +326,7 @@ def quieten() -> None:
 
 
 def _is_of_use(record: LogRecord) -> bool:
-    """Return False for DeepSpeed's message that there is no GPU."""
+    """Return False for DeepSpeed's message about a missing GPU."""
     return "Setting accelerator to CPU" not in record.getMessage()
 
 

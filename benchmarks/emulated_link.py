@@ -5,11 +5,11 @@
 
 This process carries every packet between the namespaces, and delays, limits or drops it. Packets
 stay in order. Each JSON line on standard input changes the link. The process ends on SIGTERM,
-Ctrl-C, or with its input, and then removes the namespaces. Keys:
+Ctrl-C, or at the end of its input, and then removes the namespaces. Keys:
 
     rtt         round trip, ms; each direction gets half
     jitter      largest deviation of the round trip, ms; each direction gets half, drawn uniformly
-    loss        probability that a packet is dropped
+    loss        probability of dropping a packet
     up, down    Mbit/s from a to b, and from b to a; 0: no limit
     mode        pass; drop: every packet is lost; hold: packets wait for another mode
 """
@@ -35,18 +35,18 @@ from typing import Any, Self
 ADDRESSES = ("10.88.0.1", "10.88.0.2")
 SET_INTERFACE, IP_PACKETS, NO_HEADER = 0x400454CA, 1, 0x1000  # TUNSETIFF, IFF_TUN, IFF_NO_PI
 QUEUE_BYTES = 512 * 1024
-"""Queue for a limited rate in bytes; when it is full, packets are lost, as in a router."""
+"""Queue size for a limited rate, in bytes. A full queue drops packets, as in a router."""
 PACKET_BYTES = 65536
 BATCH = 64
-"""Packets read before arrivals are delivered again."""
+"""Number of packets to read before arrived packets are delivered again."""
 DEFAULTS = {"rtt": 0.0, "jitter": 0.0, "loss": 0.0, "up": 0.0, "down": 0.0, "mode": "pass"}
 
 
 class EmulatedLink:
-    """Both namespaces and their link in a separate process. A context manager."""
+    """Context manager for both namespaces and their link, in a separate process."""
 
     def __init__(self, name: str = "pdlink", sysctls: Sequence[str] = ()) -> None:
-        """``sysctls``: kernel settings of both namespaces, as NAME=VALUE."""
+        """Prepare the link. ``sysctls``: kernel settings for both namespaces, as NAME=VALUE."""
         self.namespaces, self.sysctls = (f"{name}_a", f"{name}_b"), sysctls
         self.settings: dict[str, Any] = {}
 
@@ -76,12 +76,12 @@ class EmulatedLink:
         self.settings = settings
 
     def command(self, side: int, words: Sequence[str]) -> list[str]:
-        """Return the command that runs ``words`` on one side (0 or 1)."""
+        """Return the command for running ``words`` on one side (0 or 1)."""
         return ["ip", "netns", "exec", self.namespaces[side], *words]
 
 
 def numbers(text: str) -> list[float]:
-    """Read a comma list, for options such as --rtt 5,20."""
+    """Parse a comma list, for options like --rtt 5,20."""
     return [float(part) for part in text.split(",")]
 
 
@@ -90,7 +90,7 @@ def run(*words: str) -> None:
 
 
 def open_interface(name: str, namespace: str, address: str, sysctls: Sequence[str]) -> int:
-    """Create a namespace with one interface. Its packets go through the returned descriptor."""
+    """Create an interface in a namespace, and return the descriptor for its packets."""
     descriptor = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
     request = struct.pack("16sH", name.encode(), IP_PACKETS | NO_HEADER)
     fcntl.ioctl(descriptor, SET_INTERFACE, request)
@@ -99,7 +99,7 @@ def open_interface(name: str, namespace: str, address: str, sysctls: Sequence[st
     run(*inside, "addr", "add", f"{address}/24", "dev", name)
     run(*inside, "link", "set", name, "up")
     run(*inside, "link", "set", "lo", "up")
-    # Otherwise TCP begins with the round trip that it measured under earlier settings.
+    # Otherwise TCP begins with a round trip measured under earlier settings.
     forget = "net.ipv4.tcp_no_metrics_save=1"
     run("ip", "netns", "exec", namespace, "sysctl", "-qw", forget, *sysctls)
     return descriptor
@@ -128,7 +128,7 @@ class Wire:
                 self.take(end, packet)
 
     def take(self, end: int, packet: bytes) -> None:
-        """Accept a packet that was sent at one end (0 or 1)."""
+        """Accept a packet sent from one end (0 or 1), and schedule its arrival or drop it."""
         settings, now_s = self.settings, time.monotonic()
         if settings["mode"] == "hold":
             self.held.append((end, packet))
@@ -149,13 +149,13 @@ class Wire:
         heapq.heappush(self.queue, (self.arrival_s[end], self.num_packets, end, packet))
 
     def deliver(self) -> float | None:
-        """Write the packets that have arrived. Return the seconds until the next one, if any."""
+        """Write all arrived packets. Return the seconds until the next one, if any."""
         while self.queue:
             wait_s = self.queue[0][0] - time.monotonic()
             if wait_s > 0:
                 return wait_s
             _, _, end, packet = heapq.heappop(self.queue)
-            # A full queue, or an interface that is down, loses it.
+            # The packet is lost if the queue is full or the interface is down.
             with suppress(OSError):
                 os.write(self.ends[1 - end], packet)
         return None
@@ -198,7 +198,7 @@ def main() -> None:
     args = parser.parse_args()
     if sys.platform != "linux" or os.geteuid() or not Path("/dev/net/tun").exists():
         parser.error("needs Linux, root, and /dev/net/tun")
-    # SystemExit, so that the namespaces are removed.
+    # Raise SystemExit, so the exit stack removes the namespaces.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     with ExitStack() as stack:
         ends = []

@@ -1,11 +1,11 @@
-"""Compare tokens per second of one head here and in other engines, in turn, on one core.
+"""Compare one head's tokens per second here and in other engines, in turn, on one core.
 
     make engines
     OMP_NUM_THREADS=1 python benchmarks/engines_speed.py --json   # on an idle machine
 
 Every engine decodes the same prompts in float32, greedily, without a draft and with the head in
-chains. Prompts are included in the time, loading is not: each run begins with a prompt that does
-not count. The last line has tokens per second, medians over the repeats.
+chains. The time includes prompts but not loading: each run begins with an uncounted warm-up prompt.
+The last line gives the median tokens per second over the repeats.
 """
 
 import json
@@ -98,12 +98,12 @@ class SpeedOptions(FewPromptsOptions):
 
 @dataclass(kw_only=True)
 class Rates:
-    """Tokens per second of an engine: without a draft, and with the head."""
+    """Tokens per second for one engine: without a draft, and with the head."""
 
     alone: list[float] = field(default_factory=list)
     drafted: list[float] = field(default_factory=list)
     num_equal: int = 0
-    """Runs with our outputs."""
+    """Number of runs with the same outputs as ours."""
 
     def row(self, name: str) -> list[str]:
         cells = [f"{statistics.median(x):.1f} ({min(x):.1f}-{max(x):.1f})" for x in self.both]
@@ -135,7 +135,7 @@ def files_of(engine: EngineKind, options: SpeedOptions, place: Path) -> tuple[st
 
 
 def engine_run(engine: EngineKind, options: SpeedOptions, prompts: Prompts, place: Path) -> Decode:
-    """Return a function that decodes with or without the head in a fresh process."""
+    """Return a function for decoding in a fresh process, with or without the head."""
     target, head = files_of(engine, options, place)
     longest = max(len(ids) for ids, _ in prompts) + options.max_new_tokens
     asked = [*prompts[:1], *prompts]
@@ -159,7 +159,7 @@ def engine_run(engine: EngineKind, options: SpeedOptions, prompts: Prompts, plac
 
 
 def own_run(options: SpeedOptions, prompts: Prompts) -> Decode:
-    """Return a function that decodes here, with or without the head."""
+    """Return a function for decoding here, with or without the head."""
     loaded = pipedraft.load(options.target, dtype="float32", draft=options.head)
     ways = ({"schedule": "autoregressive"}, {"schedule": "eagle", "tree": f"chain:{options.depth}"})
 
@@ -176,7 +176,7 @@ def own_run(options: SpeedOptions, prompts: Prompts) -> Decode:
 
 
 def chosen(options: SpeedOptions, prompts: Prompts, place: Path) -> Iterator[tuple[str, Decode]]:
-    """Yield our way to decode, and that of each installed engine; its files go into ``place``."""
+    """Yield a decode function for us and for each installed engine, with its files in ``place``."""
     yield OURS, own_run(options, prompts)
     for name in options.engines:
         engine = ENGINES[name]

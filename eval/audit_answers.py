@@ -15,11 +15,11 @@ from ..files import Values
 from .tasks import Prompt
 
 TOP_LOGPROBS = (20, 10, 5, 1)
-"""Values of ``top_logprobs`` to request: OpenAI's maximum first, then the next if it is refused."""
+"""``top_logprobs`` values to request: OpenAI's maximum first, then the next if it is refused."""
 NUM_REPEATS = 4
-"""Number of sampled answers that are requested again with the same seed."""
+"""Number of sampled answers to request again with the same seed."""
 SPECIAL = re.compile(r"<[^<>\s]+>|\[[A-Z_/]+\]")
-"""Names of special tokens, such as <|im_end|>."""
+"""Special token names, for example <|im_end|>."""
 UNKNOWN_CHARACTER = "\ufffd"
 BYTE_LEVEL = ByteLevel()
 SPELLINGS: tuple[Callable[[str], str], ...] = (
@@ -30,7 +30,7 @@ SPELLINGS: tuple[Callable[[str], str], ...] = (
 
 
 def is_incomplete(name: str) -> bool:
-    """Return True if a token is a part of a character. Servers give such tokens different names."""
+    """Return True if a token is only part of a character. Servers name these tokens differently."""
     return not name or UNKNOWN_CHARACTER in name
 
 
@@ -74,13 +74,13 @@ class Answer:
     ended: bool
     """False if --max-new-tokens cut the answer."""
     tokens: list[str] = field(default_factory=list)
-    """Texts of the tokens, from the log-probabilities; empty if the server returns none."""
+    """Token texts, from the log-probabilities; empty if the server returns none."""
     logprobs: list[dict[str, float]] = field(default_factory=list)
     """Log-probabilities by token for each position: the chosen token, and the most likely ones."""
     fewest_listed: int | None = None
     """Length of the shortest ``top_logprobs``; None if the server returns none."""
     is_spelled: bool = True
-    """False if the tokens of the log-probabilities do not add up to the text."""
+    """False if the tokens in the log-probabilities do not add up to the text."""
     has_thinking: bool = False
     """True if there was thinking; the server removed the marks around it from ``text``."""
 
@@ -110,12 +110,12 @@ def read_answer(payload: Values) -> Answer:
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise TryAgain(f"log-probabilities in another form ({error!r})") from error
     names, ended = [pairs[-1][0] for pairs in listed], finish_reason != "length"
-    # Some servers list the end token, which is not in the text.
+    # Some servers list the end token, although the text does not have it.
     if ended and names and SPECIAL.fullmatch(names[-1]) and not text.endswith(names[-1]):
         names.pop()
     tokens: list[str] | None = names
     respell = SPELLINGS[0]
-    if text and names and not reasoning:  # marks of thinking, and calls, are not in the text
+    if text and names and not reasoning:  # thinking marks and calls are not in the text
         tokens = None
         for respell in SPELLINGS:
             texts = [*map(respell, names)]
@@ -128,7 +128,7 @@ def read_answer(payload: Values) -> Answer:
         text=reasoning + text,
         ended=ended,
         tokens=tokens or [],
-        # Sorted, so that the most likely one of several tokens with the same name is kept.
+        # Sorted, so the most likely of several tokens with the same name is kept.
         logprobs=[
             {respell(name): x for name, x in sorted(pairs, key=itemgetter(1))} for pairs in listed
         ],
@@ -160,7 +160,7 @@ class Heard:
 
 
 class FieldRefused(Exception):
-    """Raised if a server rejects a request for a reason that a retry cannot change."""
+    """Raised if a server rejects a request for a reason no retry can change."""
 
 
 class Endpoint:
@@ -235,7 +235,7 @@ class Endpoint:
         return Heard(greedy=list(greedy), sampled=sampled, repeats=repeats)
 
     def remarks(self, heard: Heard, temperature: float, tie: float) -> list[str]:
-        """Return one sentence for each way in which the server ignores a request."""
+        """Return one sentence for each request feature the server ignores."""
         found = [*self._of_logprobs(heard, tie), *_of_seeds(heard, temperature)]
         return [f"{self.name}: {sentence}" for sentence in found]
 

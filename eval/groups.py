@@ -1,9 +1,9 @@
-"""Count accepted draft tokens by group: context length, place in the answer, language, kind of text
-and its variety.
+"""Count accepted draft tokens by group: context length, place in the answer, language, text kind
+and text entropy.
 
-The counts come from decoded turns, so they work for heads of this and other projects. From an
-evaluation's complete traces, they need no decoding. Data recipes mix rows by the same groups.
-``metrics`` has the acceptance by the target's entropy.
+The counts come from decoded turns, so they also work for other projects' heads. With an
+evaluation's complete traces, you need no decoding. Data recipes mix rows by the same groups.
+``metrics`` computes acceptance by the target's entropy.
 """
 
 import math
@@ -31,21 +31,21 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 GroupCounts = dict[str, list[int]]
-"""DIMENSION/GROUP -> tested draft tokens, accepted draft tokens, rounds, tokens of these rounds."""
+"""DIMENSION/GROUP -> tested draft tokens, accepted draft tokens, rounds, tokens in these rounds."""
 TAIL_TOKENS = 8
-"""Last tokens of the prompt, searched for the start of a thinking block."""
+"""Number of last prompt tokens to search for the start of a thinking block."""
 PLACE_EDGES = (0, 32, 128, 512, 2048)
-"""Edges of the groups by a token's place in the answer. Each group contains its lower edge."""
+"""Group edges for a token's place in the answer. Each group contains its lower edge."""
 WINDOW = 64
-"""Number of tokens before a place whose entropy is its text entropy."""
+"""Window for the text entropy at a place: the 64 tokens before it."""
 TEXT_ENTROPY_EDGES = (0, 2, 2.5, 3, 3.5)
-"""Edges of the text entropy groups, in nats. The entropy of 64 tokens is at most ln 64 = 4.16."""
+"""Group edges for text entropy, in nats. 64 tokens have an entropy of at most ln 64 = 4.16."""
 SEVERAL = "several"
-"""Segment of a turn with several kinds of text, if the places of its rounds are unknown."""
+"""Segment name for a turn with several text kinds, if its rounds have no known places."""
 
 
 def token_segments(result: DecodeResult, tokenizer: "PreTrainedTokenizerBase") -> Iterator[str]:
-    """Yield the kind of text of each token in ``token_ids``."""
+    """Yield each token's text kind, in the order of ``token_ids``."""
     tail = str(tokenizer.decode(result.prompt_ids[-TAIL_TOKENS:])).rstrip()
     start = THINKING if tail.endswith("<think>") else ANSWER
     pieces = [str(tokenizer.decode([token])) for token in result.token_ids]
@@ -58,7 +58,7 @@ def token_segments(result: DecodeResult, tokenizer: "PreTrainedTokenizerBase") -
 
 
 def text_entropy(ids: Sequence[int]) -> float:
-    """Return the unigram entropy of the tokens, in nats. Repetitive text has a low entropy.
+    """Return the tokens' unigram entropy, in nats. Repetitive text has a low entropy.
 
     H = -sum_v (c_v / W) ln (c_v / W), where token v occurs c_v times among W tokens
     """
@@ -67,10 +67,10 @@ def text_entropy(ids: Sequence[int]) -> float:
 
 
 def _variety(ids: Sequence[int], end: int) -> str:
-    """Return the text entropy group of place ``end``, or "start" within the first WINDOW tokens."""
+    """Return the text entropy group at ``end``, or "start" within the first WINDOW tokens."""
     if end < WINDOW:
         return "start"
-    # Rounding can make the entropy of equal tokens slightly negative.
+    # If all tokens are equal, rounding can make the entropy slightly negative.
     entropy = max(text_entropy(ids[end - WINDOW : end]), 0.0)
     return str(TEXT_ENTROPY_EDGES[bisect_right(TEXT_ENTROPY_EDGES, entropy) - 1])
 
@@ -80,8 +80,8 @@ def count_groups(
 ) -> GroupCounts:
     """Count a turn's tested draft tokens and rounds by group.
 
-    Without ``round_ends``, the places of the rounds are unknown. Then the whole turn counts in
-    three groups: its prompt's length, its language, and its segment.
+    Without ``round_ends``, the rounds' places are unknown. Then the whole turn counts in three
+    groups: its prompt's length, its language, and its segment.
 
     Args:
         question: used to recognize the language if the answer is not enough.
@@ -117,7 +117,7 @@ def count_groups(
 
 
 def sum_groups(parts: Iterable[GroupCounts]) -> GroupCounts:
-    """Return the sum of the counts by group."""
+    """Add up the counts by group."""
     total: GroupCounts = {}
     for part in parts:
         for name, values in part.items():
@@ -132,7 +132,7 @@ def _order(name: str) -> tuple[str, float, str]:
 
 
 def acceptance_by_group(rows: Sequence[PromptRecord]) -> list[GroupRecord]:
-    """Return one record per group that has a round or a tested draft token."""
+    """Return one record per group with at least one round or tested draft token."""
     counted = [row.groups for row in rows if row.groups is not UNSET]
     found = []
     for name in sorted({name for counts in counted for name in counts}, key=_order):

@@ -4,7 +4,7 @@ python llama_cpp_process.py decode REQUEST.json ANSWER.json     see eval/engine_
 
 python llama_cpp_process.py convert SERVER TARGET OUT.gguf      with our Python: torch, transformers
 
-The answer holds the output's tokens, and the server's log names each round's draft tokens.
+ANSWER.json has the output's tokens. The server's log lists each round's draft tokens.
 """
 
 import importlib
@@ -33,7 +33,7 @@ def command(request, port, log):
     words = [request["program"], "-m", request["target"], "--port", port, "--no-ui", "-np", 1]
     words += ["-c", request["max_model_len"], "--fit", "off", "-fa", "off", "--cache-ram", 0]
     words += ["--log-file", log, "-ctk", "f32", "-ctv", "f32"]
-    if "threads" in request:  # timed, so without a long log
+    if "threads" in request:  # a timed run, so without a long log
         words += ["-t", request["threads"], "-tb", request["threads"]]
     else:
         words += ["-lv", 5]
@@ -78,11 +78,11 @@ def server(request, log):
 
 
 def rounds_of(log, prompt_lengths, drafted):
-    """Return each prompt's rounds, and accepted lengths, from the server's log.
+    """Parse each prompt's rounds and accepted lengths from the server's log.
 
     Args:
         log: text with one line per candidate, and one per verification.
-        drafted: number of draft tokens of each prompt.
+        drafted: number of draft tokens for each prompt.
     """
     runs, rest = [], iter(re.split(r"\n", log))
     for length, number in zip(prompt_lengths, drafted, strict=True):
@@ -101,7 +101,7 @@ def rounds_of(log, prompt_lengths, drafted):
 
 
 def whole_log(file, drafted):
-    """Return the log once it has every draft token: another thread of the server writes it."""
+    """Wait until the log has every draft token, and return it. A server thread writes it."""
     until = time.monotonic() + FLUSH_S
     while True:
         log = file.read_text(errors="replace")
@@ -113,7 +113,7 @@ def whole_log(file, drafted):
 
 
 def decode(request):
-    """Decode the prompts one after the other."""
+    """Decode the prompts one after the other, and return the answer for the output file."""
     draft = request["speculative_config"]
     outputs, rendered, seconds, drafted = [], [], [], []
     with tempfile.TemporaryDirectory() as place:
@@ -153,7 +153,7 @@ def decode(request):
 
 
 def convert(program, target, out):
-    """Write the target as a float32 GGUF file with the converter beside the server's folder."""
+    """Write the target as a float32 GGUF file, with the converter next to the server's folder."""
     source = Path(program).absolute().parents[1] / "source"
     packages = source.with_name("python")
     sys.path[:0] = [str(source), str(source / "gguf-py"), str(packages)]
@@ -164,8 +164,8 @@ def convert(program, target, out):
         try:
             return known(model, tokenizer)
         except NotImplementedError:
-            # The converter knows published tokenizers only. Prompts are given as token ids, and
-            # the comparison finds a tokenizer that splits text in another way.
+            # The converter only knows published tokenizers. A wrong choice does no harm: prompts
+            # are token ids, and the comparison finds tokenizers that split text differently.
             return "smollm"
 
     text.get_vocab_base_pre = splitting

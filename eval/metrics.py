@@ -1,7 +1,7 @@
 """Compute L', acceptance rates and wall-clock times from decoded turns.
 
-Records of prompts store counts and times. Ratios are computed last, from sums over prompts.
-Confidence intervals are bootstraps over conversations; those of acceptance rates are
+Prompt records store counts and times. Ratios are computed last, from sums over prompts.
+Confidence intervals are bootstraps over conversations, except for acceptance rates, which use
 ``wilson_over_prompts``.
 """
 
@@ -35,13 +35,13 @@ AUTOREGRESSIVE = "autoregressive"
 OVERALL = "overall"
 """Name for the row with all benchmarks pooled."""
 ENTROPY_EDGES = (0.0, 0.05, 0.2, 0.5, 1.0, 2.0, 3.0)
-"""Edges of entropy bins, in nats. Each bin contains its lower edge; the last bin has no upper edge.
+"""Entropy bin edges, in nats. Each bin contains its lower edge; the last bin has no upper edge.
 The edges are fixed, so you can compare runs bin by bin."""
 Turn = TypeVar("Turn", bound=Hashable)
 
 
 def sum_lists(lists: Sequence[Sequence[int]]) -> list[int]:
-    """Return the element-wise sum of lists. Shorter lists are padded with 0."""
+    """Add lists element by element. Shorter lists are padded with 0."""
     return _padded(lists).sum(0).astype(int).tolist()
 
 
@@ -64,9 +64,9 @@ def pooled_ratio(
 def measure_times(
     results: Sequence[DecodeResult], plain_tokens_per_s: float = math.nan
 ) -> WallClockRecord | None:
-    """Return the measured times, or None if no request recorded the times of two tokens.
+    """Return the measured times, or None if no request recorded two token times.
 
-    tokens/s excludes the prefill: it is the number of tokens after the first, divided by the time
+    tokens/s excludes the prefill: it divides the token count after the first token by the time
     from the first token to the last, both summed over requests. Inter-token times are pooled over
     requests. They are 0 between tokens accepted together.
     """
@@ -100,7 +100,7 @@ def run_record(
     Args:
         results: one per turn, all with the same number of stages.
         conversations: each result's conversation. By default every result is a conversation.
-        fields: other fields of the record, for example the settings.
+        fields: other record fields, for example the settings.
     """
     stages = {result.num_stages for result in results}
     if len(stages) != 1:
@@ -209,9 +209,9 @@ def acceptance_intervals_by_position(rows: Sequence[PromptRecord]) -> list[Inter
 def token_tests(result: DecodeResult) -> Iterator[tuple[int, bool]]:
     """Yield an index into ``token_ids``, and True if accepted, for each tested draft token.
 
-    All tokens of a round are accepted draft tokens, except that the last one may not be. After a
-    rejection, it replaces the rejected draft token. If the round's end is "u", no draft token was
-    tested in its place.
+    All tokens in a round are accepted draft tokens, except possibly the last one. After a
+    rejection, the last token replaces the rejected draft token. If the round's end is "u", no
+    draft token was tested in its place.
     """
     index = 1  # after the token from the prefill
     for length, end in zip(result.round_lengths, result.round_ends, strict=True):
@@ -227,7 +227,7 @@ def count_by_entropy(
     """Count tested and accepted draft tokens in bins of the target's entropy at their position."""
     tests, accepts = [0] * len(ENTROPY_EDGES), [0] * len(ENTROPY_EDGES)
     for index, accepted in token_tests(result):
-        # Rounding can make the entropy of a certain token slightly negative.
+        # If a token is certain, rounding can make its entropy slightly negative.
         place = max(bisect_right(ENTROPY_EDGES, entropies[index]) - 1, 0)
         tests[place] += 1
         accepts[place] += accepted

@@ -1,14 +1,14 @@
 """Forecast a run's acceptance length from its first part, with a measured 90 % interval.
 
 The law: log tau = a + c log(tokens) + g d + l. Acceptance grows as a power of the supervised
-tokens (c), and once more as the learning rate decays (g, with d the decayed share of its peak).
-The offset l joins what training batches show (teacher-forced) to what evaluations measure.
+tokens (c), and again as the learning rate decays (g, with d the decayed share of the peak rate).
+The offset l applies to evaluations only: their difference from training batches (teacher-forced).
 
-A few points of one run do not determine these numbers. So the mean and covariance of (c, g, l)
-over measured runs (curves.csv) are the prior of a Bayesian linear regression, and a run's own
-points move them. Heads for pipeline stages, whose draft tokens have no longest chain, have a prior
-of their own. The intervals are widened until they hold, at every share of a run, the ends of
-90 % of the measured runs, each left out of its own prior.
+A few points from one run do not determine these coefficients. So measured runs (curves.csv) give
+the mean and covariance of (c, g, l), the prior for a Bayesian linear regression, and a run's own
+points update it. Heads for pipeline stages have a separate prior, because their rounds have no
+longest chain. The intervals are widened until they cover the ends of 90 % of the measured runs, at
+every share of a run, each forecast with a prior fitted without it.
 """
 
 import csv
@@ -24,51 +24,53 @@ import numpy as np
 
 from ..files import Values
 
-# P points, K = 4 numbers of the law, in the order a, c, g, l
+# P: points; R: runs; K = 4: coefficients in the order a, c, g, l
 
 CURVES = Path(__file__).with_name("curves.csv")
 """Measured runs for the prior; docs/lab/forecast_curves.py trains them."""
 FRACTIONS = (0.02, 0.1, 0.25, 0.5)
-"""Shares of a run after which it makes a forecast; it makes the last one at its end."""
+"""Shares of a run's steps for its forecasts; one more follows at its end."""
 TIMES = (10, 100)
-"""Multiples of the run's tokens that a forecast covers besides its end, for ``STAGED`` methods. The
-measured runs of the others are too short to tell c from g, so theirs would be guesses."""
+"""Multiples of the run's tokens to forecast besides its end, for ``STAGED`` methods. For other
+methods, the measured runs are too short to separate c from g, so a forecast would be a guess."""
 COVERAGE = 0.9
+"""Share of the measured ends to cover with the intervals."""
 WINDOW = 10.0
-"""Tokens now over tokens at the first point that counts: a curve's very beginning says little."""
+"""Maximum ratio between tokens now and at the first point used: a curve's beginning says little."""
 BINS = 10
-"""Log records are averaged in this many bins per factor of ten in tokens."""
+"""Bins per factor of ten in tokens; log records are averaged in each bin."""
 LEAST = 1e-5
-"""Least variance of log(length): 0.3 % of a length."""
+"""Minimum variance of log(length), equal to 0.3 % in length."""
 STARTED = 1.2
-"""Tokens per round below which a head has hardly begun to learn, and follows no law yet."""
+"""Minimum tokens per round for a point: below, a head has hardly learned and follows no law yet."""
 FEWEST = 3
-"""Bins that a forecast needs."""
+"""Minimum number of training bins for a forecast."""
 STAGED = ("spd", "ppsd")
-"""Methods whose rounds have no longest chain."""
+"""Methods without a longest chain in their rounds."""
 Kind = Literal["train", "expected", "decoded"]
-"""Source of a length: training batches, held-out rows (both teacher-forced), or decoded prompts."""
+"""Where a length is measured: training batches, held-out rows (both teacher-forced), or decoded
+prompts."""
 Vector = np.ndarray
 
 
 @dataclass(frozen=True)
 class Point:
-    """Tokens per round at one place of a run."""
+    """Tokens per verification round, measured at one place in a run."""
 
     kind: Kind
     tokens: int
     """Supervised tokens so far."""
     decayed: float
-    """1 - learning rate over its peak; 0 during the warm-up."""
+    """Learning rate decay, 1 - lr / peak lr; 0 during the warm-up."""
     length: float
-    """Tokens per verification round, from 1 on."""
+    """Tokens per verification round, at least 1."""
     noise: float = 0.0
-    """Known part of the variance of log(length)."""
+    """Known part of log(length)'s variance."""
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Points of one run, in the order of their tokens."""
+    """A run's points, sorted by tokens."""
 
     method: str
     points: tuple[Point, ...]
@@ -100,9 +102,9 @@ class Interval:
 
 
 def length_of(record: Values, prefix: str = "") -> float | None:
-    """Return the tokens per round that a record's teacher-forced rates give, or None without any.
+    """Return the tokens per round from a record's teacher-forced rates, or None without any.
 
-    One rate for all draft tokens gives a geometric number of accepted ones.
+    With one rate for all draft tokens, the accepted length is geometric.
     """
     if (length := record.get(f"{prefix}acceptance_length_T0")) is not None:
         return length
@@ -111,7 +113,7 @@ def length_of(record: Values, prefix: str = "") -> float | None:
 
 
 def points_of(records: Iterable[Values], peak_rate: float) -> Iterator[Point]:
-    """Read the records of a metrics.jsonl.
+    """Yield the points in a metrics.jsonl's records.
 
     Args:
         peak_rate: the run's ``optim.lr``.
@@ -119,7 +121,7 @@ def points_of(records: Iterable[Values], peak_rate: float) -> Iterator[Point]:
     decayed, before = 0.0, 0.0
     for record in records:
         if "lr" in record:
-            # Below its peak while it rises: nothing has decayed yet.
+            # During the warm-up, the rate is below its peak too, but nothing has decayed yet.
             decayed = max(0.0, 1 - record["lr"] / peak_rate) if record["lr"] < before else decayed
             before = record["lr"]
         kinds: dict[Kind, float | None] = {
@@ -133,9 +135,9 @@ def points_of(records: Iterable[Values], peak_rate: float) -> Iterator[Point]:
 
 
 def binned(points: Sequence[Point]) -> list[Point]:
-    """Average training points in bins with equal ratios of tokens; other points stay.
+    """Average training points in bins with equal token ratios, and keep the other points.
 
-    Neighbors differ by noise alone, so half their mean square difference is its variance.
+    Neighbors differ by noise alone, so its variance is half their mean squared difference.
     """
     train = [point for point in points if point.kind == "train"]
     steps = np.diff([math.log(point.length) for point in train])
@@ -158,7 +160,7 @@ def binned(points: Sequence[Point]) -> list[Point]:
 
 
 def read_curves(path: Path = CURVES) -> dict[str, Curve]:
-    """Read measured runs by name."""
+    """Read the measured runs, by name."""
     points: dict[tuple[str, str], list[Point]] = defaultdict(list)
     with path.open(newline="") as file:
         for line in csv.DictReader(file):
@@ -172,16 +174,18 @@ def read_curves(path: Path = CURVES) -> dict[str, Curve]:
 
 @dataclass(frozen=True)
 class Sample:
-    """Points of one run as the regression reads them."""
+    """A run's points as inputs for the regression."""
 
     X_PK: Vector
+    """Columns: 1, log(tokens) - origin, decayed, is_evaluated."""
     y_P: Vector
-    """Logarithms of the lengths."""
+    """log(length)."""
     noise_P: Vector
+    """Known part of the variance in y_P."""
     is_evaluated_P: Vector
     """False for bins of training batches."""
     origin: float
-    """log(tokens) at which the number a is the level."""
+    """log(tokens) at age 0, where the coefficient a is the level."""
 
     @classmethod
     def of(cls, points: Sequence[Point], origin: float) -> Self:
@@ -199,18 +203,19 @@ class Sample:
 
 @dataclass(frozen=True)
 class Prior:
-    """Distribution of (c, g, l) over runs, and the noise of a point around its run's law."""
+    """Distribution of (c, g, l) across runs, and the noise around a run's law."""
 
     mean_K: Vector
     covariance_KK: Vector
     batches: float
-    """Variance of log(length) in a bin of training batches, besides its known noise."""
+    """log(length)'s variance in a bin with training batches, in addition to its known noise."""
     evaluations: float
-    """Variance of log(length) in an evaluation."""
+    """log(length)'s variance in an evaluation."""
 
     def posterior(self, run: Sample) -> tuple[Vector, Vector]:
-        """Return mean and covariance of a run's own a, c, g and l. The prior of a is flat."""
+        """Return the mean and covariance of a run's own a, c, g and l."""
         variance_P = np.where(run.is_evaluated_P, self.evaluations, self.batches) + run.noise_P
+        # a has a flat prior, so its prior precision stays 0.
         precision_KK = np.zeros((4, 4))
         precision_KK[1:, 1:] = np.linalg.inv(self.covariance_KK)
         weighted_KP = run.X_PK.T / variance_P
@@ -228,10 +233,13 @@ def fit_prior(runs: Sequence[Sample], start: Prior = VAGUE, rounds: int = 30) ->
     noise_P = np.concatenate([run.noise_P for run in runs])
     prior = start
     for _ in range(rounds):
+        # E-step: each run's own coefficients, given the current prior.
         found = [prior.posterior(run) for run in runs]
+        # M-step: spread across runs, plus each run's own uncertainty.
         own_RK = np.array([mean_K[1:] for mean_K, _ in found])
         apart_RK = own_RK - (mean_K := own_RK.mean(0))
         unsure_KK = np.mean([covariance_KK[1:, 1:] for _, covariance_KK in found], 0)
+        # Expected squared residuals also include the coefficients' uncertainty.
         square_P = np.concatenate(
             [
                 (run.y_P - run.X_PK @ own_K) ** 2
@@ -250,7 +258,7 @@ def fit_prior(runs: Sequence[Sample], start: Prior = VAGUE, rounds: int = 30) ->
 
 
 def window(curve: Curve, now: float, kind: Kind, widest: float = WINDOW) -> list[Point]:
-    """Return what counts at ``now`` tokens: bins of training batches, and evaluations of a kind."""
+    """Return the points used at ``now`` tokens: training bins, and evaluations with ``kind``."""
     places = [p for p in curve.points if now / widest <= p.tokens <= now]
     points = binned([point for point in places if point.kind in ("train", kind)])
     return [point for point in points if point.length >= STARTED]
@@ -258,7 +266,7 @@ def window(curve: Curve, now: float, kind: Kind, widest: float = WINDOW) -> list
 
 @dataclass(frozen=True)
 class Forecaster:
-    """The prior of measured runs, and how far its intervals must reach to hold 90 % of them."""
+    """Prior from the measured runs, and the interval width for covering 90 % of them."""
 
     prior: Prior
     reach: float
@@ -267,7 +275,7 @@ class Forecaster:
 
     @classmethod
     def of(cls, curves: Sequence[Curve], kind: Kind) -> Self:
-        """Fit the prior, and measure the reach on each run with the prior of the others."""
+        """Fit the prior, and measure the reach on each run with a prior from the others."""
         runs = [
             Sample.of(window(c, c.tokens, kind, widest=1 / FRACTIONS[0]), math.log(c.tokens))
             for c in curves
@@ -282,19 +290,19 @@ class Forecaster:
                 )
             )
         ]
-        # One more than the share: the next run's error may be the largest (conformal prediction).
+        # Conformal prediction: times 1 + 1 / n, because the next run's error may be the largest.
         share = min(1.0, COVERAGE * (1 + 1 / len(errors)))
         return cls(prior, float(np.quantile(errors, share, method="higher")), kind)
 
     def errors(self, curve: Curve) -> list[float]:
-        """Return how far the run's end is from forecasts of its parts, in standard deviations."""
+        """Return the errors in forecasting the run's end from its parts, in standard deviations."""
         end = curve.of(self.kind)[-1]
         law = [self.law(curve, fraction * curve.tokens) for fraction in FRACTIONS]
         found = [part.predict(end.tokens, end.decayed) for part in law if part is not None]
         return [abs(math.log(end.length) - mean) / deviation for mean, deviation in found]
 
     def law(self, curve: Curve, now: float) -> "Law | None":
-        """Fit the run's part up to ``now`` tokens. Return None if it has too few points."""
+        """Fit the law to the run's points up to ``now`` tokens. Return None for too few points."""
         points = window(curve, now, self.kind)
         if sum(point.kind == "train" for point in points) < FEWEST:
             return None
@@ -305,11 +313,11 @@ class Forecaster:
     def forecast(
         self, curve: Curve, tokens: float, decayed: float, *, now: float, longest: float = math.inf
     ) -> Interval | None:
-        """Forecast the length at ``tokens`` from the run's part up to ``now`` tokens.
+        """Forecast the length at ``tokens`` from the run's points up to ``now`` tokens.
 
         Args:
-            decayed: 1 - learning rate over its peak, there.
-            longest: tokens of a round whose draft tokens are all accepted.
+            decayed: 1 - lr / peak lr at ``tokens``.
+            longest: tokens in a round with every draft token accepted.
         """
         law = self.law(curve, now)
         return None if law is None else law.interval(tokens, decayed, self.reach, longest)
@@ -317,16 +325,16 @@ class Forecaster:
 
 @dataclass(frozen=True)
 class Law:
-    """A run's numbers a, c, g and l, with their covariance."""
+    """A run's coefficients a, c, g and l, with their covariance."""
 
     mean_K: Vector
     covariance_KK: Vector
     origin: float
     noise: float
-    """Variance of an evaluation's log(length)."""
+    """log(length)'s variance in an evaluation."""
 
     def predict(self, tokens: float, decayed: float) -> tuple[float, float]:
-        """Return mean and standard deviation of log(length)."""
+        """Return log(length)'s mean and standard deviation in an evaluation."""
         x_K = np.array([1.0, math.log(tokens) - self.origin, decayed, 1.0])
         return float(x_K @ self.mean_K), math.sqrt(x_K @ self.covariance_KK @ x_K + self.noise)
 
@@ -340,41 +348,41 @@ class Law:
 
 
 def alike(curves: Iterable[Curve], method: str, kind: Kind) -> list[Curve]:
-    """Return the runs that teach about a method's lengths of this kind."""
+    """Return the runs to learn from: methods like this one, with lengths from this source."""
     is_staged = method in STAGED
     return [c for c in curves if (c.method in STAGED) == is_staged and c.of(kind)]
 
 
 @cache
 def forecaster(method: str, kind: Kind) -> Forecaster:
-    """Return the forecaster of the measured runs that ship, made once."""
+    """Return the forecaster fitted to the shipped runs (cached)."""
     return Forecaster.of(alike(read_curves().values(), method, kind), kind)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunForecast:
-    """Forecasts of one run, from the records it has written."""
+    """Forecasts for one run, from its own log records."""
 
     method: str
     kind: Kind
     peak_rate: float
     """The run's ``optim.lr``."""
     final_decay: float
-    """1 - learning rate over its peak, at the last step."""
+    """1 - lr / peak lr at the last step."""
     num_steps: int
     longest: float
-    """Tokens of a round whose draft tokens are all accepted."""
+    """Tokens in a round with every draft token accepted."""
 
     def is_due(self, before: int, step: int) -> bool:
-        """Return True if a forecast belongs to a record at ``step``, after one at ``before``."""
+        """Return True if a forecast is due at ``step``, after a record at ``before``."""
         return any(before < fraction * self.num_steps <= step for fraction in FRACTIONS)
 
     def figures(self, records: Sequence[Values]) -> dict[str, float]:
-        """Return the forecasts' log entries, or none if there are too few records.
+        """Return the forecasts' log entries, or {} if there are too few records.
 
         Entries are ``forecast/end``, ``forecast/10x`` and ``forecast/100x``, each also with
-        ``_low`` and ``_high``. At the end there is no ``forecast/end``. The other two are for
-        ``STAGED`` methods.
+        ``_low`` and ``_high``. At the end, ``forecast/end`` is left out. Only ``STAGED`` methods
+        have the other two.
         """
         step, tokens = records[-1]["step"], records[-1]["tokens"]
         curve = Curve(self.method, tuple(points_of(records, self.peak_rate)))
@@ -394,7 +402,7 @@ class RunForecast:
 
 
 def told(figures: Values, kind: Kind) -> str:
-    """Write a forecast's log entries in one line."""
+    """Format a forecast's log entries as one line."""
     name = "tau" if kind == "decoded" else "expected tau"
     parts = [
         f"{name} {Interval(*(figures[key + end] for end in ('', '_low', '_high')))} {where}"

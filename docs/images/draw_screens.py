@@ -1,4 +1,4 @@
-"""Draw what commands print in a terminal, recorded by record_screens.py.
+"""Draw terminal pictures from the command output recorded by record_screens.py.
 
 python docs/images/draw_screens.py --out docs/images
 """
@@ -14,11 +14,11 @@ from picture_files import write_pictures
 from pipedraft.inference.diagram import Diagram
 
 COLUMNS, LETTER, LINE, TOP, LEFT, SIZE = 104, 7.8, 18, 22, 12, 13
-"""Characters per line; pixels per character and line, and around them; font size."""
+"""Characters per line; pixels per character and line; top and left margins; font size."""
 
 
 def wrapped(line: str, indent: str = "") -> list[str]:
-    """Break a line as a terminal of ``COLUMNS`` does, but between words."""
+    """Break a line at ``COLUMNS`` as a terminal does, but between words."""
     wrapper = TextWrapper(COLUMNS, subsequent_indent=indent, break_on_hyphens=False)
     return [line] if len(line) <= COLUMNS else wrapper.wrap(line)
 
@@ -30,7 +30,7 @@ def screen(command: str, lines: list[str]) -> str:
     rows = [(row, "mark") for row in typed]
     rows += [(row, "ink") for line in lines for row in wrapped(line)]
     for index, (row, kind) in enumerate(rows):
-        # The length keeps columns in place in fonts of other widths.
+        # A fixed text length keeps columns aligned if a font has another width.
         length = f'textLength="{len(row) * LETTER:.1f}" lengthAdjust="spacingAndGlyphs"'
         look = f'class="{kind}" font-family="monospace" font-size="{SIZE}" xml:space="preserve"'
         place = f'x="{LEFT}" y="{TOP + index * LINE}"'

@@ -1,9 +1,9 @@
-"""Record what commands print, for draw_screens.py, and take pictures of an evaluation's report.
+"""Record command output for draw_screens.py, and take pictures of an evaluation's report.
 
     python docs/images/record_screens.py --out docs/images
 
-The commands run one after another, in a minute or two. Their times are this machine's, so let it be
-idle. The pictures need Chromium on the PATH.
+The commands run one after another and take a minute or two. They print measured times, so run them
+on an idle machine. The pictures need Chromium on the PATH.
 """
 
 import argparse
@@ -38,14 +38,14 @@ COMMANDS = {
 """Picture -> command."""
 REPORT = "out/report/report.html"
 SIZES = {"report": (1280, 800), "report_phone": (390, 1200)}
-"""Picture -> width and height of the window, in pixels."""
-FONT = "sans-serif"  # a headless browser takes another one for system-ui
+"""Picture -> window width and height, in pixels."""
+FONT = "sans-serif"  # a headless browser uses another font for system-ui
 COLORS = 64
-"""Colors kept in a picture: its text stays sharp, and its file is a third as large."""
+"""Number of colors in a picture. 64 keep text sharp and make the file a third as large."""
 
 
 def prepare(place: Path) -> None:
-    """Let a folder look like a checkout with conversations in chats.jsonl."""
+    """Make a folder look like a checkout, with conversations in chats.jsonl."""
     for name in ("assets", "configs"):
         (place / name).symlink_to(REPOSITORY / name)
     shipped = REPOSITORY / "assets" / "train" / "answers.jsonl.gz"
@@ -53,7 +53,7 @@ def prepare(place: Path) -> None:
 
 
 def printed(command: str, place: Path) -> list[str]:
-    """Run a command, and return the lines that a terminal would show, without progress bars."""
+    """Run a command, and return its lines as on a terminal, without progress bars."""
     environment = os.environ | {"TQDM_DISABLE": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
     done = subprocess.run(
         [sys.executable, "-m", *shlex.split(command)],
@@ -69,7 +69,7 @@ def printed(command: str, place: Path) -> list[str]:
 
 
 def photograph(page: Path, out: Path) -> None:
-    """Write a picture of the top of a page for each of ``SIZES``."""
+    """Write a picture of the page's top in each window size from ``SIZES``."""
     with tempfile.TemporaryDirectory() as profile, browser_runs.browsing(Path(profile)) as tab:
         for name, (width, height) in SIZES.items():
             tab.open(page.as_uri(), width=width, height=height)

@@ -1,13 +1,13 @@
-"""Train the short runs that the forecast learns from, and measure the forecast on them.
+"""Train the short runs for the forecast's prior, and measure the forecast on them.
 
     python docs/lab/forecast_curves.py --out out/forecast
     python docs/lab/forecast_curves.py --out out/forecast --only eagle3_0,spd_0
     python docs/lab/forecast_curves.py --out out/forecast --measure
 
-Each run trains a head for the embedded target for one to five minutes of a CPU core. Finished runs
-are kept, and an interrupted one goes on, so you can repeat the command. --measure writes their
-curves to train/curves.csv. Then it forecasts each run's end from its first part, with what the
-other runs teach, and prints how often the 90 % interval holds the measured end.
+Each run trains a head for the embedded target in one to five minutes on a CPU core. Finished runs
+are kept and an interrupted run resumes, so you can repeat the command. --measure writes the runs'
+curves to train/curves.csv. Then it forecasts each run's end from its first part, with a prior from
+the other runs, and prints how often the 90 % interval covers the measured end.
 """
 
 import argparse
@@ -41,8 +41,8 @@ EVERY = {
     "save_every_steps": 200,
     "keep_checkpoints": 1,
 }
-# The quickstart's own run, and trials of its recipe (docs/lab/training_trials.md). Trials 1 to 4
-# read stored states.
+# Settings for the quickstart's own run, and for trials of its recipe
+# (docs/lab/training_trials.md). Trials 1 to 4 read stored states.
 SPARSE: dict[str, object] = {
     "log_every_steps": 10,
     "evaluation.decode_prompts": 8,
@@ -87,17 +87,18 @@ RUNS: dict[str, tuple[str, dict[str, object]]] = {
     "trial_3": ("spd/quickstart", {**TRIAL, **HALF, "model.loss": "lk"}),
     "trial_4": ("spd/quickstart", {**TRIAL, **HALF, "optim.lr": 5e-3}),
 }
-"""Name -> configuration file, and what differs from it."""
+"""Run name -> configuration file, and the settings to override."""
 
 
 def is_finished(folder: Path, num_steps: int) -> bool:
+    """Return True if the log ends with the last step's evaluation."""
     log = folder / "metrics.jsonl"
     last = json.loads(log.read_text().splitlines()[-1]) if log.exists() else {}
     return last.get("step") == num_steps and "valid/loss" in last
 
 
 def train(name: str, out: Path) -> None:
-    """Train a run, unless it is finished."""
+    """Train a run, or skip it if it is finished."""
     config, own = RUNS[name]
     num_steps = int(str(own["max_steps"]))
     if is_finished(out / name, num_steps):
@@ -110,6 +111,7 @@ def train(name: str, out: Path) -> None:
 
 
 def read_run(folder: Path) -> Curve:
+    """Read the curve of a trained run from its folder."""
     run = yaml.safe_load((folder / "config.yaml").read_text())
     records = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     return Curve(run["method"], tuple(points_of(records, run["optim"]["lr"])))
@@ -129,7 +131,7 @@ def write_curves(out: Path) -> None:
 
 
 def measure(kind: Kind) -> None:
-    """Print each run's forecasts by the other runs, and their coverage."""
+    """Print each run's forecasts with a prior from the other runs, and their coverage."""
     curves = {name: curve for name, curve in read_curves().items() if curve.of(kind)}
     heads = "".join(f"{f'after {fraction:.0%}':>21}" for fraction in FRACTIONS)
     print(f"{kind:<14}{'tokens':>8}{'end':>6}{heads}")
@@ -154,6 +156,7 @@ def measure(kind: Kind) -> None:
 
 
 def summary(runs: Sequence[tuple[bool, float, float]]) -> str:
+    """Format the coverage, median width and median error of (covered, width, error) tuples."""
     if not runs:
         return "no run has enough points"
     held, widths, errors = zip(*runs, strict=True)

@@ -1,6 +1,6 @@
-"""Architecture settings of the heads.
+"""Architecture settings for the heads.
 
-This module does not import torch, so that commands can check their options first.
+This module does not import torch, so commands can check their options quickly.
 """
 
 from collections.abc import Sequence
@@ -49,7 +49,7 @@ class SPDConfig(StagedDraftConfig):
     """Decoder layers in the head (Ls)."""
     features: Literal["paper", "anchors", "listed"] = "paper"
     """Layers fused into the feature at each depth, up to l, the last layer passed. paper: 0, l // 2
-    and l. anchors: 0 and those in ``anchors`` up to l. listed: those in ``depth_layers``."""
+    and l. anchors: 0 and the ``anchors`` up to l. listed: the layers in ``depth_layers``."""
     anchors: tuple[int, ...] = ()
     """Layer indices for ``features: anchors``, ascending."""
     depth_layers: tuple[tuple[int, ...], ...] = ()
@@ -60,11 +60,11 @@ class SPDConfig(StagedDraftConfig):
     normed_last: bool = False
     """Layer L is the state after the target's final norm, as in the authors' releases."""
     query: Literal["newest", "all"] = "newest"
-    """Streams that pass the head's layers. newest: only the newest token's. all: those of all
-    depths."""
+    """Streams sent through the head's layers. newest: only the newest token's. all: the streams at
+    all depths."""
     timing: Literal["input_states", "output_states"] = "input_states"
-    """States that the head reads. input_states: those before a step. output_states: those after it,
-    when each token is one stage deeper and depth 0 is missing. Decode with the same timing."""
+    """States read by the head. input_states: before a step. output_states: after it, when each
+    token is one stage deeper and depth 0 is missing. Decode with the same timing."""
     tokens_per_step: int = 1
     """Draft tokens per branch and step, with one forward each. Several help if Ls < L / n leaves
     time. They enter together at the same depth. Decode with the same number."""
@@ -101,15 +101,15 @@ class SPDConfig(StagedDraftConfig):
 
     @property
     def lead(self) -> int:
-        """Number of stages that the newest token has passed: 1 with output states, else 0."""
+        """Stages that the newest token has passed: 1 with output states, else 0."""
         return int(self.timing == "output_states")
 
     @property
     def max_in_flight(self) -> int:
         """Maximum number of rows in flight before the newest row. Earlier rows are committed.
 
-        With m tokens per step it is m n + m - 1, where m - 1 rows were just drafted. With output
-        states it is one less.
+        With m tokens per step, the maximum is m n + m - 1, where m - 1 rows were just drafted.
+        With output states, the maximum is one less.
         """
         return self.num_stages * self.tokens_per_step + self.tokens_per_step - 1 - self.lead
 
@@ -168,7 +168,7 @@ class Eagle3Config:
     attention_bias: bool = False
     """Biases in the query, key and value projections."""
     sliding_window: int | None = None
-    """Number of positions that a row attends to, including its own; None: all."""
+    """Attention window in positions, including the row's own; None: all positions."""
     rope_theta: float | None = None
     """Base of the head's rotary positions; None: the target's."""
     rope_scaling: dict[str, Any] | None = None
@@ -307,7 +307,7 @@ class DSparkConfig(DFlashConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class FlexSpecConfig:
-    """Architecture of the FlexSpec draft. The preset sets the fields that you leave out."""
+    """Architecture of the FlexSpec draft. The preset sets the fields you leave out."""
 
     preset: Literal["paper", "practical"] = "practical"
     """paper: the anchor reads the embeddings, and the MLP reads the anchor's raw output. practical:

@@ -1,4 +1,4 @@
-"""The three commands of a recipe, and how long each should take."""
+"""Build a recipe's three commands, and estimate the time for each."""
 
 import math
 import shlex
@@ -19,24 +19,24 @@ LAUNCHES = {"ddp": "ddp", "fsdp2, zero3": "fsdp2"}
 EVALUATED_TOKENS = 128
 """Default of eval's --max-new-tokens."""
 DECODINGS = 3
-"""Decodings of a prompt by eval: the baseline, the head, and transformers' for the comparison."""
+"""Decodings per prompt in eval: the baseline, the head, and transformers for comparison."""
 
 
 @dataclass(frozen=True)
 class Fit:
-    """A recipe whose plan fits the machine."""
+    """A recipe with a plan that fits the machine."""
 
     recipe: Recipe
     plan: Plan
     sizes: RunSizes
     strategy: str
     bytes: float
-    """Planned memory of a process."""
+    """Planned memory per process, in bytes."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """What the commands do, with which files, on which machine."""
+    """Inputs for the three commands: options, sizes, data and machine."""
 
     options: NewOptions
     size: Size
@@ -52,18 +52,20 @@ class Work:
 
     @property
     def num_prompts(self) -> int:
-        """Prompts of each benchmark in the evaluation."""
+        """Prompts per benchmark in the evaluation."""
         return 20 if self.machine.num_gpus else 4
 
     # -- commands -------------------------------------------------------------------------------
 
     def answer(self) -> str:
+        """Return the command for writing the target's on-policy answers."""
         words = ["pipedraft", "data", "regenerate", "--data", self.options.data]
         words += ["--target", self.options.target, "--max-tokens", str(self.size.max_answer)]
         words += ["--batch", str(self.size.answer_batch), "--dtype", self.answer_dtype]
         return shlex.join([*words, "--out", str(answers_of(self.recipe))])
 
     def train(self) -> str:
+        """Return the training command, with accelerate for two or more GPUs."""
         words = ["--config", str(self.recipe)]
         if self.machine.num_gpus < 2:
             is_off = not self.machine.num_gpus and torch.cuda.is_available()
@@ -73,6 +75,7 @@ class Work:
         return shlex.join([*start, str(self.machine.num_gpus), "-m", "pipedraft.train", *words])
 
     def evaluate(self) -> str:
+        """Return the command for evaluating the trained head."""
         words = ["pipedraft", "eval", "--checkpoint", str(run_of(self.recipe))]
         words += ["--benchmarks", "mt_bench,gsm8k,humaneval", "--limit", str(self.num_prompts)]
         words += ["--dtype", "auto"] * bool(self.machine.num_gpus)
@@ -83,19 +86,19 @@ class Work:
 
     @property
     def token_flops(self) -> float:
-        """FLOPs of the target per token."""
+        """FLOPs per token in the target."""
         config = self.fit.plan.config
         return self.fit.plan.decoder_flops() + 2.0 * config.hidden_size * config.vocab_size
 
     @property
     def answer_flops(self) -> float:
-        """FLOP/s that a device reaches in the answers' dtype."""
+        """FLOP/s reached by a device in the answers' dtype."""
         is_single = self.answer_dtype == "float32"
         peak = self.machine.single_flops if is_single else self.machine.flops
         return peak * ASSUMED_UTILIZATION
 
     def pass_s(self, rows: int) -> float:
-        """Return seconds of a decoding pass: for products, for weights, or for launches."""
+        """Return seconds per decoding pass, the slowest of products, weight reads and launches."""
         sizes = self.fit.sizes
         weights = sizes.target_layers + sizes.target_ends
         read = weights * getattr(torch, self.answer_dtype).itemsize / self.machine.bytes_per_s
@@ -103,43 +106,46 @@ class Work:
         return max(rows * self.token_flops / self.answer_flops, read, launches)
 
     def answer_s(self) -> float:
-        """Return seconds to read every prompt and write every answer, on one device."""
+        """Return seconds for reading every prompt and writing every answer, on one device."""
         batch, lengths = self.size.answer_batch, self.lengths
         written = self.num_rows * lengths.answers
-        # Each answer's prompt has the turns before it, too.
+        # Each answer's prompt includes the turns before it, too.
         read = self.num_rows * max(0.0, lengths.row - lengths.answers) * lengths.num_answers
         return written / batch * self.pass_s(batch) + read * self.token_flops / self.answer_flops
 
     @property
     def num_steps(self) -> int:
+        """Optimizer steps in the run."""
         run = self.fit.plan.run
         rows = self.num_rows * (1 - run.data.valid_fraction) * run.epochs
         step = run.batch_tokens * run.accumulation * self.machine.processes
         return max(1, math.ceil(rows * self.lengths.row / step))
 
     def train_s(self) -> float:
-        """Return seconds for the run's steps, evaluations not counted."""
+        """Return seconds for the run's steps, without evaluations."""
         run = self.fit.plan.run
         speed = self.machine.flops * ASSUMED_UTILIZATION
         products = run.batch_tokens * self.fit.sizes.flops / speed
         return self.num_steps * run.accumulation * max(products, self.machine.pass_s)
 
     def evaluate_s(self) -> float:
+        """Return seconds for the evaluation on one device."""
         turns = 4 * self.num_prompts  # MT-Bench has two
         return turns * EVALUATED_TOKENS * DECODINGS * self.pass_s(1)
 
 
 def run_of(recipe: Path) -> Path:
-    """Return the folder of a recipe's run."""
+    """Return a recipe's run folder."""
     return recipe.with_suffix("")
 
 
 def answers_of(recipe: Path) -> Path:
-    """Return the file with the target's answers."""
+    """Return the path to the target's answers, a JSONL file."""
     return recipe.with_name(f"{recipe.stem}_answers.jsonl")
 
 
 def duration(seconds: float) -> str:
+    """Format seconds as minutes below one hour, else as hours."""
     minutes = math.ceil(seconds / 60)
     if minutes < 60:
         return f"{minutes} minute{'s' * (minutes > 1)}"
