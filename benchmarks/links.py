@@ -9,7 +9,7 @@ A launch's ranks alternate between two network namespaces, so every stage-to-sta
 the emulated link (emulated_link.py). Launches use the commands in docs/pipeline.md. Parts:
 
 pipeline    Decodes with every schedule, outputs compared with transformers. The cost model is
-            fitted without a network (--calibrate), then gets half the round trip for each link.
+            fitted over links without latency (--calibrate), then gets half the round trip per link.
             S and ms are medians over --repeats.
 exits       --launches launches at 150 ms: statuses, seconds from the answer to the last exit.
 breaks      Stalls, outages, a killed rank and a cut namespace, at a round trip of 60 ms. All ranks
@@ -178,23 +178,21 @@ def ms_per_token(run: dict[str, Any]) -> float:
     return 1e3 * seconds / run["tokens"]
 
 
-def calibrated(args: argparse.Namespace, family: str, stages: int) -> tuple[Path, float]:
-    """Return the cost model's file, fitted without a network, and a target pass in ms."""
-    out = args.out / f"home_{family}_n{stages}"
+def calibrated(
+    args: argparse.Namespace, link: EmulatedLink, family: str, stages: int
+) -> tuple[Path, float]:
+    """Return the cost model's file, fitted over links without latency, and a target pass in ms."""
+    out = args.out / f"zero_{family}_n{stages}"
     cost = out / "cost.json"
     if not cost.is_file():
-        words = eval_words(args, family, stages, out)
-        more = ["--processes", str(stages), "--calibrate", str(cost)]
-        out.mkdir(parents=True, exist_ok=True)
-        say(args, f"{family}, n = {stages}, without a network")
-        subprocess.run(
-            [sys.executable, *words, *more],
-            cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            check=True,
-            stdout=subprocess.DEVNULL,
-            timeout=args.limit_s,
-        )
+        link.set(rtt=0)
+        words = [*eval_words(args, family, stages, out), "--calibrate", str(cost)]
+        say(args, f"{family}, n = {stages}, without latency")
+        statuses = Launch(link, stages, words, out).start().wait(args.limit_s)
+        if set(statuses) != {0}:
+            raise OSError(
+                f"{family}, n = {stages}, without latency: statuses {statuses}; see {out}"
+            )
     plain = next(run for run in runs_in(out) if run["schedule"] == "autoregressive")
     stage_s = sum(process["seconds"].get("stage", 0.0) for process in plain["processes"])
     return cost, 1e3 * stage_s / plain["tokens"]
@@ -207,7 +205,7 @@ def measure_pipeline(args: argparse.Namespace, link: EmulatedLink) -> list[dict[
         for family in families(args):
             if family == "spd" and stages != SPD_STAGES:
                 continue
-            cost, pass_ms = calibrated(args, family, stages)
+            cost, pass_ms = calibrated(args, link, family, stages)
             for rtt in args.rtt:
                 out = args.out / f"{family}_n{stages}_rtt{rtt:g}"
                 if not (out / "statuses.json").is_file():

@@ -331,7 +331,7 @@ def measure_cells(args: argparse.Namespace, sides: Sides) -> list[dict[str, Any]
             found.setdefault(one["cell"], {})[side] = one
         for link in links:
             sides.link.set(**link)
-            for method in METHODS:
+            for method in args.methods:
                 cell = " ".join([*(f"{value:g}" for value in link.values()), method])
                 if side in found.setdefault(cell, {}):
                     continue
@@ -341,6 +341,8 @@ def measure_cells(args: argparse.Namespace, sides: Sides) -> list[dict[str, Any]
                     real = found[cell]["real"]
                     count |= {name: real[name] for name in ("draft_s", "verify_s")}
                 done = sides.do(link=link, method=method, **count)
+                if "failed" in done:
+                    raise OSError(f"{cell}: {done['failed']}")
                 found[cell][side] = {"cell": cell, "link": link, "method": method} | done
                 with saved.open("a") as file:
                     file.write(json.dumps(found[cell][side]) + "\n")
@@ -413,6 +415,7 @@ def main() -> None:
     add("--rtt", type=numbers, default=[5.0, 20.0, 60.0, 150.0], help="round trips in ms")
     add("--loss", type=numbers, default=[0.0, 0.005, 0.05], help="probability per packet")
     add("--rates", type=pairs, default=[(10.0, 50.0), (2.0, 10.0)], help="Mbit/s as UP:DOWN,..")
+    add("--methods", type=lambda text: text.split(","), default=METHODS, help="comma list")
     add("--pass-ms", type=float, default=100.0, help="of the target")
     # With 15 ms, a pass and a 150 ms round trip take 16 draft tokens in one output, 17 in another.
     add("--draft-ms", type=float, default=18.0, help="for a draft token")
@@ -426,6 +429,8 @@ def main() -> None:
     add("--json", action="store_true", help="no progress; a line of JSON at the end")
     add("--role", choices=["server", "edge"], help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if unknown := set(args.methods) - set(METHODS):
+        parser.error(f"--methods: {', '.join(sorted(unknown))}; give some of {', '.join(METHODS)}")
     if args.role == "server":
         serve(args)
     elif args.role == "edge":
