@@ -2,11 +2,12 @@
 
     PYTHONPATH=.. PEERS/bin/python benchmarks/time_to_acceptance.py --minutes 5,10 --out out/race
 
-`peer_losses.py` says how to make PEERS. Every entrant trains a head for the embedded target, on the
-same conversations and on one thread, until its CPU minutes are spent. pipedraft's entrants run
-pipedraft's training loop. SpecForge and speculators run their own EAGLE-3 training pass, with their
-own optimizer settings or with ours (`ours`). Their heads start with the sizes and weights of ours.
-All compute in bfloat16 if the processor supports it. Learning rates decay to the budget's end.
+`peer_losses.py` says how to make PEERS; SpecForge's entrants also need triton there. Every entrant
+trains a head for the embedded target, on the same conversations and on one thread, until its CPU
+minutes are spent. pipedraft's entrants run pipedraft's training loop. SpecForge and speculators run
+their own EAGLE-3 training pass, with their own optimizer settings or with ours (`ours`). Their
+heads start with the sizes and weights of ours. All compute in bfloat16 if the processor supports
+it. Learning rates decay to the budget's end.
 Imports, loading and tokenizing count separately, as `prepared`.
 
 All heads then decode the same held-out prompts here, greedily: EAGLE-3 with a chain of three draft

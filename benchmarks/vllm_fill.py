@@ -14,7 +14,7 @@ stages: the same with four stages.
 law: seeded answers at temperature 1 are equal; distributions of unseeded ones are compared by the
     audit's tests.
 server: the command `pipedraft vllm --run`, streamed and disconnected.
-speed: both in turn on a target --depth times as deep as SmolLM2, with the same outputs; with
+speed: both in turn on a target --depth times as deep as --target, with the same outputs; with
     --link-ms, over links with this latency between the ranks and back to the scheduler.
 
 The last line has ``different`` (outputs that differ), ``steps_over_formula`` (counted steps over N
@@ -439,12 +439,13 @@ def server(engine: Engine, prompts: list[list[int]], found: Comparison) -> None:
 
 
 def deep_target(options: FillOptions) -> Path:
-    folder = options.out / f"deep{options.depth}"
+    folder = options.out / f"deep{options.depth}_{Path(options.target).name}"
     if not (folder / "head" / "config.json").is_file():
         shutil.rmtree(folder, ignore_errors=True)
         script = Path(__file__).parents[1] / "docs" / "lab" / "deeper_target.py"
         environment = {**os.environ, "PYTHONPATH": str(import_folder())}
         command = [sys.executable, str(script), str(options.depth), str(folder)]
+        command += ["--target", options.target, "--head", options.head]
         subprocess.run(command, check=True, env=environment)
     return folder
 

@@ -1,6 +1,7 @@
-"""Write a target K times as deep as SmolLM2 with the same outputs, and its EAGLE-3 head.
+"""Write a target K times as deep with the same outputs, and its EAGLE-3 head.
 
-    python docs/lab/deeper_target.py 12 out/deep
+    python docs/lab/deeper_target.py 12 out/deep                            # SmolLM2's
+    python docs/lab/deeper_target.py 20 out/deep --target assets/target --head assets/heads/eagle3
 
 K - 1 layers follow each layer and add nothing, because their last matrices are zero. So
 outputs and acceptance stay the same, while a target pass costs K times as much. The draft's cost
@@ -19,7 +20,6 @@ from safetensors.torch import load_file, save_file
 from pipedraft.models.target import load_target
 from pipedraft.models.transformer.fingerprint import target_fingerprint
 
-TARGET, HEAD = Path("out/smollm2"), Path("assets/heads/smollm2_eagle3")
 LAST = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
 """A layer adds these matrices' results to its input."""
 
@@ -41,16 +41,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("times", type=int, help="K")
     parser.add_argument("out", type=Path, help="OUT")
+    parser.add_argument("--target", type=Path, default=Path("out/smollm2"))
+    parser.add_argument("--head", type=Path, default=Path("assets/heads/smollm2_eagle3"))
     options = parser.parse_args()
+    source = options.target
     times, target, head = options.times, options.out / "target", options.out / "head"
-    shutil.copytree(TARGET, target, ignore=shutil.ignore_patterns("*.safetensors", "*.index.json"))
-    config = json.loads((TARGET / "config.json").read_text())
+    shutil.copytree(source, target, ignore=shutil.ignore_patterns("*.safetensors", "*.index.json"))
+    config = json.loads((source / "config.json").read_text())
     config["num_hidden_layers"] *= times
     config.pop("layer_types", None)
     (target / "config.json").write_text(json.dumps(config, indent=2))
-    weights = deeper(load_file(TARGET / "model.safetensors"), times)
+    weights = deeper(load_file(source / "model.safetensors"), times)
     save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
-    shutil.copytree(HEAD, head)
+    shutil.copytree(options.head, head)
     config = json.loads((head / "config.json").read_text())
     config["target"] |= {
         "name": str(target),
