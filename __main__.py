@@ -72,6 +72,14 @@ SUBCOMMANDS = {
 """Two-word commands with their own module; all other commands parse their second word."""
 
 
+NESTED = {
+    "models": ("import", "export", "push"),
+    "eval": ("compare", "parity", "replay", "report"),
+    **{first: (second,) for first, second in SUBCOMMANDS},
+}
+"""Command -> second words that are often typed alone."""
+
+
 def usage() -> str:
     """Return the text for --help, which lists every command with a summary and an example."""
     lines = ["usage: pipedraft [--help] [--version] <command> ...", ""]
@@ -103,7 +111,9 @@ def main() -> None:
     else:
         from .errors import nearest
 
-        print(f"error: command: {name!r} is unknown; {nearest(name, COMMANDS)}", file=sys.stderr)
+        owner = next((first for first, words in NESTED.items() if name in words), None)
+        hint = nearest(name, COMMANDS) if owner is None else f"did you mean '{owner} {name}'?"
+        print(f"error: command: {name!r} is unknown; {hint}", file=sys.stderr)
         sys.exit(2)
     sys.argv = [f"pipedraft {name}", *arguments]
     module = folder.replace("/", ".")

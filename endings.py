@@ -116,7 +116,8 @@ def needed(message: str, words: Sequence[str]) -> str:
         with suppress(OSError, UnicodeDecodeError):
             lines = file.read_text().splitlines() if file.suffix == ".yaml" else []
             for thing, command in re.findall(r"(?m)^# Needs (\S+): (.+)$", "\n".join(lines)):
-                if re.search(rf"(?<![\w/.-]){re.escape(thing)}(?![\w/-])", message):
+                is_named = re.search(rf"(?<![\w/.-]){re.escape(thing)}(?![\w/-])", message)
+                if is_named and not Path(thing).is_file():
                     return f"; this makes it: {command}"
     return ""
 

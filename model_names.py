@@ -3,11 +3,14 @@
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+import httpx2
 from huggingface_hub import constants
 
 from .errors import did_you_mean
 from .files import packaged
 from .model_kinds import Refused
+
+HUB_TIMEOUT_S = 5.0
 
 
 def check_exists(name_or_path: str, *, field: str = "target") -> None:
@@ -22,17 +25,26 @@ def check_exists(name_or_path: str, *, field: str = "target") -> None:
             f"{field}: no folder {text!r}{hint}; give an existing folder or a Hub name "
             "(owner/model)"
         )
-    if is_offline_and_unknown(text):
-        raise Refused(
-            f"{field}: no folder {text!r} here{hint}; as a Hub name: not in the cache, and "
-            "HF_HUB_OFFLINE is set; unset it, or give a folder"
+    if reason := out_of_reach(text):
+        raise Refused(f"{field}: no folder {text!r} here{hint}; {reason}")
+
+
+def out_of_reach(name: str) -> str:
+    """Return why a Hub model that is not in the cache cannot be had, with a fix, or ""."""
+    if (Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}").is_dir():
+        return ""
+    if constants.HF_HUB_OFFLINE:
+        return (
+            "as a Hub name: not in the cache, and HF_HUB_OFFLINE is set; unset it, or give a folder"
         )
-
-
-def is_offline_and_unknown(name: str) -> bool:
-    """Return True in offline mode if a Hub model is not in the cache."""
-    folder = Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}"
-    return constants.HF_HUB_OFFLINE and not folder.is_dir()
+    try:  # huggingface_hub would try six times, for a minute and a half
+        httpx2.head(constants.ENDPOINT, timeout=HUB_TIMEOUT_S)
+    except httpx2.TransportError as error:
+        return (
+            f"as a Hub name: not in the cache, and {constants.ENDPOINT} cannot be reached "
+            f"({str(error) or type(error).__name__}); give a folder, or set HF_ENDPOINT"
+        )
+    return ""
 
 
 def check_checkpoint(path_or_repo: str) -> None:
@@ -44,10 +56,9 @@ def check_checkpoint(path_or_repo: str) -> None:
             f"checkpoint: no folder {path_or_repo!r}{did_you_mean(path_or_repo)}; give a folder "
             "written by pipedraft train, or user/name on the Hub"
         )
-    if is_offline_and_unknown(path_or_repo):
+    if reason := out_of_reach(path_or_repo):
         raise ValueError(
-            f"checkpoint: no folder {path_or_repo!r} here{did_you_mean(path_or_repo)}; as a Hub "
-            "name: not in the cache, and HF_HUB_OFFLINE is set; unset it, or give a folder"
+            f"checkpoint: no folder {path_or_repo!r} here{did_you_mean(path_or_repo)}; {reason}"
         )
 
 

@@ -366,6 +366,8 @@ REPLACED = ("--data.sources", "--data.decontaminate")
 """Lists of objects: a later one replaces an earlier one, which the parser would merge instead."""
 SYNONYMS = {"--out": "--output_dir"}
 """Flag -> the flag for it in a parser that has no such flag."""
+KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false"}
+"""Type -> what a refused value is not."""
 ELSEWHERE = {
     **dict.fromkeys(("learning_rate", "learning-rate"), "optim.lr"),
     **dict.fromkeys(("batch_size", "batch-size", "per_device_train_batch_size"), "batch_tokens"),
@@ -531,6 +533,9 @@ def explain(error: Exception, parser: ArgumentParser) -> str:
     if found := re.fullmatch(r"(.*)Expected a Literal\[(.*)\]\. Got value: (.*)", text):
         known = re.findall(r"'([^']*)'", found[2])
         return f"{key}{found[1]}{found[3]!r} is unknown; {nearest(found[3], known)} (see --help)"
+    number = r"(.*)Expected a (int|float|bool)( or Expected a NoneType)?\. (Got|Given) value: (.*)"
+    if found := re.fullmatch(number, text):
+        return f"{key}{found[1]}{found[5]!r} is not {KINDS[found[2]]} (see --help)"
     return f"{key}{text} (see --help)"
 
 

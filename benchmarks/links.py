@@ -435,7 +435,7 @@ def main() -> None:
             seconds = sorted(one["seconds"] for one in exits)
             print(
                 f"{len(exits)} launches at 150 ms: {bad} with a status other than 0, {len(texts)} "
-                f"different outputs; last exit {statistics.median(seconds):.1f} s after the answer "
+                f"distinct outputs; last exit {statistics.median(seconds):.1f} s after the answer "
                 f"(longest {seconds[-1]:.1f})"
             )
             outcome["bad_exits"] += bad

@@ -279,7 +279,7 @@ def _nothing_usable(report: DataReport, config: DataConfig) -> str:
     if NO_TURNS in counts:  # the likely cause, and its cure
         reasons += ', for which a source takes "prompt_field" and "answer_field"'
     return (
-        f"data.sources: {[source.name for source in config.sources]}: none of {report.rows_read} "
+        f"data.sources: {', '.join(s.name for s in config.sources)}: none of {report.rows_read} "
         f"rows is usable; left out: {reasons}; fix the rows, the chat template or "
         f"data.max_length ({config.max_length}), loosen the filters, or name another source"
     )

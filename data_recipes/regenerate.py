@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from ..endings import leave_at_interrupts, run_command
-from ..errors import UsageError, check_ranges, flag_name, one_line
+from ..errors import UsageError, check_ranges, did_you_mean, flag_name, one_line
 from ..options import Options, option
 
 if __name__ == "__main__":
@@ -134,7 +134,8 @@ def scan(source: Source) -> tuple[int, str]:
         place = Path(source.path)
         is_saved = place.is_dir() and saved_files(place, source.split) is not None
         if not place.is_file() and not is_saved:
-            raise ValueError(f": no file {place}; give JSONL, parquet or Arrow rows")
+            hint = did_you_mean(str(place))
+            raise ValueError(f": no file {place}{hint}; give JSONL, parquet or Arrow rows")
         for raw in read_source(source):
             digest.update(raw.text.encode() + b"\n")
             num_rows += 1

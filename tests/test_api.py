@@ -330,7 +330,7 @@ def test_an_evaluation_is_compared_with_another(model, tmp_path, capsys):
     [
         ({"limt": 1}, "limt: unknown; did you mean limit?"),
         ({"limit": 0}, "--limit: 0; give at least 1"),
-        ({"limit": "two"}, "--limit: Expected a int. Got value: two"),
+        ({"limit": "two"}, "--limit: 'two' is not a whole number"),
         ({"temperature": [0, -1]}, "--temperature: -1 is not a temperature; give 0"),
         ({"bitwise": "no"}, "--bitwise: 'no'; give True or False"),
         ({"tree": ["chain:3", "bush"]}, "tree: 'bush' is no tree"),

@@ -417,6 +417,7 @@ def test_a_wheel_decodes_outside_a_checkout(tmp_path: Path) -> None:
         (["--help"], 0, "usage: pipedraft"),
         ([], 2, "usage: pipedraft"),
         (["evl"], 2, "error: command: 'evl' is unknown; did you mean 'eval'?"),
+        (["export"], 2, "error: command: 'export' is unknown; did you mean 'models export'?"),
         (["zzz"], 2, "error: command: 'zzz' is unknown; give one of new, train,"),
     ],
 )

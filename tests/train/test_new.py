@@ -95,8 +95,11 @@ def test_the_recipe_and_the_commands_are_read_by_their_own_parsers(
     assert run.data.sources[0].path == str(tmp_path / "own" / "mine_answers.jsonl")
     assert (run.method, run.target, run.output_dir) == (method, str(qwen3), recipe.with_suffix(""))
     assert [line.split()[1] for line in commands(lines)] == ["data", "train", "eval"]
-    said = needed(f"{run.data.sources[0].path!r} does not exist", ["--config", str(recipe)])
-    assert said == f"; this makes it: {commands(lines)[0]}"
+    answers = tmp_path / "own" / "mine_answers.jsonl"
+    missing = f"{str(answers)!r} does not exist", ["--config", str(recipe)]
+    assert needed(*missing) == f"; this makes it: {commands(lines)[0]}"
+    answers.touch()
+    assert needed(*missing) == ""
 
 
 def test_values_are_those_of_the_shipped_configuration_for_this_size(
@@ -211,6 +214,7 @@ def test_rows_are_counted_by_the_targets_tokenizer(qwen3, tmp_path):
     length = len(tokenizer("It is 3.", add_special_tokens=False).input_ids)
     found = measure_rows(source, tokenizer, Limits(answer=100, row=500))
     assert (found.num_answers, found.answers, found.is_bound) == (1, length, False)
+    assert list(found.left_out.values()) == [1]
     whole = [
         len(tokenizer.apply_chat_template(row["messages"], tokenize=True)["input_ids"])
         for row in rows

@@ -17,10 +17,13 @@ from .options import NewOptions
 def main() -> None:
     options = NewOptions.read(sys.argv[1:])
     check_names({"target": options.target})
-    if options.recipe.exists():
-        raise UsageError(f"--out: {str(options.recipe)!r} exists; give another name, or remove it")
     source = Source(path=options.data)
     num_rows, _ = scan(source)
+    if options.recipe.exists():
+        default = " (the default)" if options.out is None else ""
+        raise UsageError(
+            f"--out: {str(options.recipe)!r}{default} exists; give another name, or remove it"
+        )
     make_folder("--out", options.recipe.parent)
     with leaving_at_interrupts():  # torch and transformers
         from ...pretrained import quieten

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from copy import deepcopy
+from operator import itemgetter
 from pathlib import Path
 
 import torch
@@ -32,7 +33,7 @@ from .recipe import (
     sources_of,
     text_of,
 )
-from .rows import Limits, measure_rows
+from .rows import SAMPLED, Limits, measure_rows
 
 USED_SHARE = 0.9
 """Share of a device's memory for what the plan counts; the rest is for its allocator."""
@@ -231,10 +232,17 @@ def report(work: Work) -> Iterator[str]:
         f"data: {work.num_rows:,} rows of {about} {lengths.row:,.0f} tokens; {work.num_steps:,} "
         "training steps"
     )
+    if lengths.left_out:
+        reason, number = max(lengths.left_out.items(), key=itemgetter(1))
+        total = sum(lengths.left_out.values())
+        yield (
+            f"note: {total:,} of the first {min(work.num_rows, SAMPLED):,} rows have no prompt for "
+            f"the target and will be left out ({number:,} times: {reason})"
+        )
     if work.num_steps < FEW_STEPS:
         yield (
-            f"note: after {FEW_STEPS} steps, a head is far from trained "
-            "(docs/lab/training_trials.md); give more rows"
+            f"note: {work.num_steps:,} steps are few: after {FEW_STEPS}, a head is still far from "
+            "trained (docs/lab/training_trials.md); give more rows"
         )
     yield f"written: {recipe}"
     if not has_weights(work.options.target):

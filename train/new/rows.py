@@ -38,6 +38,8 @@ class Lengths:
     """Tokens of a row in training, answers included."""
     is_bound: bool
     """Answers that the file lacks, or rows without a tokenizer, count with their limit."""
+    left_out: dict[str, int]
+    """Reason -> rows without a prompt for the target, among those read."""
 
 
 def measure_rows(
@@ -63,11 +65,11 @@ def measure_rows(
     if not counts:
         ((reason, number),) = reasons.most_common(1)
         raise UsageError(
-            f"--data: the target cannot answer a row of {source.path} ({number} times: {reason}); "
-            "give prompts or conversations, see docs/data.md"
+            f"--data: no row of {source.path} has a prompt for the target ({number} times: "
+            f"{reason}); give prompts or conversations, see docs/data.md"
         )
     answered, answers, rows, bounds = zip(*counts, strict=True)
-    return Lengths(fmean(answered), fmean(answers), fmean(rows), any(bounds))
+    return Lengths(fmean(answered), fmean(answers), fmean(rows), any(bounds), dict(reasons))
 
 
 def _count(

@@ -17,6 +17,8 @@ from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 
 from pipedraft.errors import Failure
+from pipedraft.model_kinds import Refused
+from pipedraft.model_names import check_checkpoint, check_exists
 from pipedraft.models import load_draft, load_untied
 from pipedraft.models.target import capture_hidden, load_target
 
@@ -188,6 +190,19 @@ def test_a_hub_that_is_not_there_is_a_failure_and_offline_mode_is_bad_input(
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert push(place, monkeypatch) == 2
     one_line(capfd, "'user/name'", "HF_HUB_OFFLINE is set")
+
+
+def test_a_model_elsewhere_is_refused_at_once_if_the_hub_is_not_there(tmp_path, monkeypatch, capfd):
+    point_at("http://127.0.0.1:9", monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "user" / "names").mkdir(parents=True)
+    with pytest.raises(Refused) as refused:
+        check_exists("user/name")
+    said = str(refused.value)
+    assert "no folder 'user/name' here, did you mean user/names?" in said
+    assert "http://127.0.0.1:9 cannot be reached" in said
+    with pytest.raises(ValueError, match="checkpoint: .* cannot be reached"):
+        check_checkpoint("user/name")
 
 
 NO_NAMES = ["../..", "/name", "user/", "user/..", "name", "", "user/a b", "user/b\n", "user/a/b"]
