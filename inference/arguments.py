@@ -14,6 +14,7 @@ from ..errors import UsageError, flag_name
 from ..files import Values
 from ..model_names import check_names
 from ..options import Group, Options, checked, help_of, listed, option
+from .config import check_names as check_known
 from .config import read_cost, setting_owners
 from .cut import read_boundary
 from .ranks import is_launched
@@ -319,6 +320,8 @@ class EngineOptions(TemplateOptions, BackendOptions, ScheduleOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_draft_dtype(self.draft_dtype, self.checkpoint or self.draft_model)
+        if self.schedule is not None:
+            check_known([self.schedule], list(SCHEDULES), "--schedule")
 
     def engine_settings(self) -> Values:
         """Return the schedule's settings and the shared ones not set per prompt."""

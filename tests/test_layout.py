@@ -287,6 +287,7 @@ TYPED = [
     ["train", "--plan", "configs/spd/tiny.yaml", "--lr", "1"],
     ["train.features", "--config", "configs/spd/tiny.yaml", "--outt", "x"],
     ["train.new", "assets/target", "--data", "nosuch.jsonl"],
+    ["inference", "--prompt", "x", "--schedule", "egle"],
     ["train.new", "assets/target", "--data", "x", "--method", "eagle4"],
     ["data_recipes", "--outt", "x"],
     ["data_recipes.regenerate", "--outt", "x"],
