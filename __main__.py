@@ -73,11 +73,11 @@ SUBCOMMANDS = {
 
 
 NESTED = {
-    "models": ("import", "export", "push"),
+    "models": ("import", "export", "push", "from-gguf"),
     "eval": ("compare", "parity", "replay", "report"),
     **{first: (second,) for first, second in SUBCOMMANDS},
 }
-"""Command -> second words that are often typed alone."""
+"""Command -> second words, for a hint where one is typed alone."""
 
 
 def usage() -> str:

@@ -75,7 +75,7 @@ SILENCE_S = 7
 class Launch:
     """One command on several ranks, alternating between the link's sides."""
 
-    link: EmulatedLink | None
+    link: EmulatedLink
     num_ranks: int
     words: Sequence[str]
     folder: Path
@@ -90,7 +90,6 @@ class Launch:
                 *("--nproc-per-node", "1", "--node-rank", str(rank)),
                 *("--rdzv-endpoint", f"{ADDRESSES[0]}:{PORT}", *self.words),
             ]
-            assert self.link is not None
             command = self.link.command(rank % 2, launcher)
             with (
                 (self.folder / f"out{rank}.txt").open("wb") as out,

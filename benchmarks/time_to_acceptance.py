@@ -7,8 +7,8 @@ trains a head for the embedded target, on the same conversations and on one thre
 minutes are spent. pipedraft's entrants run pipedraft's training loop. SpecForge and speculators run
 their own EAGLE-3 training pass, with their own optimizer settings or with ours (`ours`). Their
 heads start with the sizes and weights of ours. All compute in bfloat16 if the processor supports
-it. Learning rates decay to the budget's end.
-Imports, loading and tokenizing count separately, as `prepared`.
+it. Learning rates decay to the budget's end. Imports, loading and tokenizing count separately, as
+`prepared`.
 
 All heads then decode the same held-out prompts here, greedily: EAGLE-3 with a chain of three draft
 tokens, SPD and PPSD with their own schedule on four stages. --out keeps finished entrants, so you

@@ -18,7 +18,7 @@ from ..inference.arguments import (
     check_draft_dtype,
     read_temperature,
 )
-from ..inference.schedules import SCHEDULES, schedule_name
+from ..inference.schedules import SCHEDULES, known_schedule
 from ..options import Options, option
 from ..wings import commands_of, find_wings
 
@@ -131,7 +131,7 @@ class MethodOptions(FilterOptions, ScheduleOptions):
     SETTINGS_ARE_LISTS: ClassVar[bool] = True
 
     schedule: tuple[str, ...] = option(
-        (), metavar="NAMES", parse=schedule_name, known=tuple(SCHEDULES)
+        (), metavar="NAMES", parse=known_schedule, known=tuple(SCHEDULES)
     )
     """comma list of schedules, with specpipe for pipedec; default: the one that each draft was
     designed for; for --draft-model pipeinfer, or eagle with one stage"""

@@ -14,7 +14,6 @@ from ..errors import UsageError, flag_name
 from ..files import Values
 from ..model_names import check_names
 from ..options import Group, Options, checked, help_of, listed, option
-from .config import check_names as check_known
 from .config import read_cost, setting_owners
 from .cut import read_boundary
 from .ranks import is_launched
@@ -22,7 +21,7 @@ from .ranks.launch import run_ranks
 from .rules import RULE_NAMES
 from .rules.filters import TokenFilters
 from .rules.temperature import check_temperature
-from .schedules import SCHEDULES, schedule_name
+from .schedules import SCHEDULES, known_schedule
 from .shapes import Budget, TreeShape
 
 if TYPE_CHECKING:
@@ -293,7 +292,7 @@ class EngineOptions(TemplateOptions, BackendOptions, ScheduleOptions):
     """draft by n-gram or suffix lookup in the text so far (no neural network); needs --target"""
     target: str | None = None
     """target's folder or Hub id; default: the target that the draft was trained for"""
-    schedule: str | None = option(None, parse=schedule_name, known=tuple(SCHEDULES))
+    schedule: str | None = option(None, parse=known_schedule, known=tuple(SCHEDULES))
     """decoding schedule, with specpipe for pipedec; default: the one that the draft was designed
     for"""
     stages: int | None = None
@@ -320,8 +319,6 @@ class EngineOptions(TemplateOptions, BackendOptions, ScheduleOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_draft_dtype(self.draft_dtype, self.checkpoint or self.draft_model)
-        if self.schedule is not None:
-            check_known([self.schedule], list(SCHEDULES), "--schedule")
 
     def engine_settings(self) -> Values:
         """Return the schedule's settings and the shared ones not set per prompt."""

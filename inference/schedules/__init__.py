@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from importlib import import_module
 from pkgutil import iter_modules
 
+from ...errors import nearest
 from .base import Schedule
 
 
@@ -26,3 +27,15 @@ OTHER_NAMES = {"specpipe": "pipedec"}
 def schedule_name(text: object) -> str:
     """Return the name in ``SCHEDULES`` for one of a schedule's names. Keep unknown names."""
     return OTHER_NAMES.get(str(text), str(text))
+
+
+def known_schedule(text: object) -> str:
+    """Return the name in ``SCHEDULES`` for one of a schedule's names.
+
+    Raises:
+        ValueError: the name is unknown. The message suggests the nearest one.
+    """
+    name = schedule_name(text)
+    if name not in SCHEDULES:
+        raise ValueError(f"{text!r} is unknown; {nearest(name, SCHEDULES)}")
+    return name
