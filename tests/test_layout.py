@@ -433,6 +433,15 @@ def test_the_console_script_answers(arguments: list[str], status: int, expected:
         assert output.count("\n") == 1
 
 
+def test_second_words_that_get_a_hint_are_subcommands() -> None:
+    from pipedraft.__main__ import NESTED
+    from pipedraft.eval.__main__ import SUBCOMMANDS as OF_EVAL
+    from pipedraft.models.exchange.commands import SUBCOMMANDS as OF_MODELS
+
+    assert set(NESTED["models"]) == set(OF_MODELS)
+    assert set(NESTED["eval"]) <= set(OF_EVAL)
+
+
 def test_the_console_script_names_modules_that_exist_and_lists_each_on_a_line() -> None:
     from pipedraft.__main__ import COMMANDS, usage
 
