@@ -60,6 +60,11 @@ def _shared_options(message_bytes: int) -> list[tuple[str, int]]:
         ("grpc.max_receive_message_length", message_bytes + FRAME_BYTES),
         # Bounds a stranger's headers, which arrive before the token is checked.
         ("grpc.max_metadata_size", 8_192),
+        # Otherwise gRPC pings after messages, to measure the link. On a link that loses packets, a
+        # message then waits for the ping before it.
+        ("grpc.http2.bdp_probe", 0),
+        # Without these pings, gRPC's window stays at 64 KiB, and a longer message waits.
+        ("grpc.http2.lookahead_bytes", 2**20),
         # An unplugged peer sends no FIN: an unanswered ping reveals it.
         ("grpc.keepalive_time_ms", 10_000),
         ("grpc.keepalive_timeout_ms", 5_000),

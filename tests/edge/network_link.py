@@ -21,6 +21,8 @@ class EmulatedLink:
         self._address = host, port
         self._writers: set[asyncio.StreamWriter] = set()
         self._tasks: set[asyncio.Task] = set()
+        self.carried: dict[Direction, bytearray] = {"up": bytearray(), "down": bytearray()}
+        """All bytes of each direction."""
 
     async def __aenter__(self) -> "EmulatedLink":
         self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
@@ -71,6 +73,7 @@ class EmulatedLink:
             except OSError:  # reset: for the other side it ends
                 data = b""
             now_s = time.monotonic()
+            self.carried[direction] += data
             pieces.put_nowait((self._channel.transmit(now_s, len(data), direction), data))
 
     async def _deliver(

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -299,6 +300,30 @@ async def test_the_measured_round_trip_reaches_the_policy():
         outcome = await decode(slow.port, [1, 2], draft=lm_draft(target), max_new_tokens=8)
     assert outcome.round_trip_s > 0.1  # a busy machine adds to the link's
     assert outcome.result.token_ids == greedy_reference(target, [1, 2], 8)
+
+
+@in_loop
+async def test_no_ping_follows_a_message():
+    # Where a link loses packets, the next message would wait for the ping before it.
+    target = make_target()
+    link = Link.constant(up_mbps=1000, rtt_ms=2)
+    async with (
+        serving(target) as server,
+        EmulatedLink(link, "127.0.0.1", server.port) as relay,
+    ):
+        outcome = await decode(relay.port, [1, 2], draft=lm_draft(target), max_new_tokens=24)
+    up, down = (count_frames(bytes(data)) for data in relay.carried.values())
+    assert up["DATA"] > len(outcome.result.round_lengths) > 4 and down["DATA"] > 4
+    assert up["PING"] <= 1 and down["PING"] <= 1
+
+
+def count_frames(data: bytes) -> Counter[str]:
+    """Count one direction's HTTP/2 frames by type (RFC 9113, section 4.1)."""
+    counts, start = Counter[str](), 24 if data.startswith(b"PRI * HTTP/2.0") else 0
+    while start < len(data):
+        counts[{0: "DATA", 6: "PING"}.get(data[start + 3], "other")] += 1
+        start += 9 + int.from_bytes(data[start : start + 3], "big")
+    return counts
 
 
 def test_figures_of_nothing_are_dashes(capsys):
