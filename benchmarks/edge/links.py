@@ -21,6 +21,7 @@ import asyncio
 import hashlib
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -454,6 +455,7 @@ def main() -> None:
 
 
 def report(args: argparse.Namespace) -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # leaves no process and namespace
     args.out = args.out.absolute()
     args.out.mkdir(parents=True, exist_ok=True)
     breaks: list[dict[str, Any]] = []
