@@ -156,7 +156,7 @@ BAD = [
     (["--api-key-file", "a.pem"], ["--api-key-file", "a.pem", "write one"]),
     (["--api-key-file", "none"], ["--api-key-file", "none", "another file"]),
     (["--max-waiting", "0"], ["--max-waiting", "0", "at least 1"]),
-    (["--request-s", "nan"], ["--request-s", "nan", "float"]),
+    (["--request-s", "nan"], ["--request-s", "nan", "is not a number"]),
     (["--temperature", "1"], ["--temperature", "unknown"]),
     (["--target", "nowhere"], ["target", "nowhere", "existing folder"]),
     (["--target", ".", "--schedule", "spdd"], ["schedule", "'spdd'"]),
