@@ -22,7 +22,8 @@ from contextlib import suppress
 
 import grpc
 
-ROUNDS, SERVICE, PING = 20, "try.Session", 6
+ROUNDS, SERVICE = 20, "try.Session"
+DATA, PING = 0, 6
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 
 
@@ -36,35 +37,28 @@ class Handler(grpc.GenericRpcHandler):
         return grpc.stream_stream_rpc_method_handler(answer)
 
 
-def count_frames(counts, skip):
-    """Count a direction's HTTP/2 frames by type. ``skip``: bytes before the first one."""
-    buffer = b""
-    while True:
-        buffer += yield
-        buffer, skip = buffer[skip:], max(0, skip - len(buffer))
-        while len(buffer) >= 9:
-            length = int.from_bytes(buffer[:3], "big")
-            if len(buffer) < 9 + length:
-                break
-            counts[buffer[3]] += 1
-            buffer = buffer[9 + length :]
+def count_frames(data):
+    """Count the HTTP/2 frames of a direction by type."""
+    counts, start = Counter(), len(PREFACE) * data.startswith(PREFACE)
+    while start < len(data):
+        counts[data[start + 3]] += 1
+        start += 9 + int.from_bytes(data[start : start + 3], "big")
+    return counts
 
 
-def carry(source, sink, counts, skip):
-    counter = count_frames(counts, skip)
-    next(counter)
+def carry(source, sink, carried):
     with suppress(OSError):  # the other direction has ended first
         while data := source.recv(65536):
-            counter.send(data)
+            carried += data
             sink.sendall(data)
         sink.shutdown(socket.SHUT_WR)
 
 
-def relay(listener, port, counts):
+def relay(listener, port, up, down):
     client, _ = listener.accept()
     server = socket.create_connection(("127.0.0.1", port))
-    for source, sink, skip in ((client, server, len(PREFACE)), (server, client, 0)):
-        threading.Thread(target=carry, args=(source, sink, counts, skip), daemon=True).start()
+    for way in ((client, server, up), (server, client, down)):
+        threading.Thread(target=carry, args=way, daemon=True).start()
 
 
 def pings(options):
@@ -73,8 +67,8 @@ def pings(options):
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     listener = socket.create_server(("127.0.0.1", 0))
-    counts = Counter()
-    threading.Thread(target=relay, args=(listener, port, counts), daemon=True).start()
+    up, down = bytearray(), bytearray()
+    threading.Thread(target=relay, args=(listener, port, up, down), daemon=True).start()
     turn = threading.Semaphore(0)
 
     def messages():
@@ -87,8 +81,9 @@ def pings(options):
     with grpc.insecure_channel(address, options=options) as channel:
         for found in channel.stream_stream(f"/{SERVICE}/Run")(messages()):
             turn.release()
-    server.stop(None)
-    return counts[PING], counts[0]
+    server.stop(None).wait()
+    counts = count_frames(up) + count_frames(down)
+    return counts[PING], counts[DATA]
 
 
 print("grpcio", grpc.__version__)

@@ -10,7 +10,8 @@ work. The draft knows transformers' output and is right with the probability --a
 position. The simulation gets the same draft, link and prompt, and two measured durations: a draft
 token's mean in the same cell, and a pass with its messages, fitted once as the cloud's time per
 token over 5 ms. Losses are random, so the simulation decodes --seeds times. Both sides give
-medians. Commands for different links may run at the same time, since they mostly sleep.
+medians. Commands for different links may run at the same time, since they mostly sleep. --out keeps
+finished cells and the pass, so other settings need another folder.
 
 The last line with --json: edge_over_model (measured over modeled ms per token, the cell farthest
 from 1), edge_cells (how many), different, bad_exits (breaks that did not end as they should).
@@ -33,6 +34,8 @@ from typing import Any, cast
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from emulated_link import ADDRESSES, EmulatedLink, numbers
+
+from pipedraft.files import write_atomically
 
 ROOT = Path(__file__).resolve().parents[2]
 PORT = 50051
@@ -313,7 +316,9 @@ class Sides:
 
     def do(self, **job: Any) -> dict[str, Any]:
         self.ask(**job)
-        return self.hear()
+        if "failed" in (found := self.hear()):
+            raise OSError(f"{job['method']}, {job['link']}: {found['failed']}")
+        return found
 
 
 def fitted_pass(args: argparse.Namespace, sides: Sides) -> float:
@@ -322,7 +327,7 @@ def fitted_pass(args: argparse.Namespace, sides: Sides) -> float:
     if not saved.is_file():
         sides.link.set(rtt=5.0)
         done = sides.do(link=sides.link.settings, method="cloud", repeats=args.repeats)
-        saved.write_text(json.dumps({"pass_s": statistics.median(done["ms"]) / 1e3}))
+        write_atomically(saved, json.dumps({"pass_s": statistics.median(done["ms"]) / 1e3}))
     found: float = json.loads(saved.read_text())["pass_s"]
     return found
 
@@ -353,8 +358,6 @@ def measure_cells(args: argparse.Namespace, sides: Sides) -> list[dict[str, Any]
                     count = {"seeds": args.seeds if link["loss"] else 1, "verify_s": pass_s}
                     count |= {"draft_s": found[cell]["real"]["draft_s"]}
                 done = sides.do(link=link, method=method, **count)
-                if "failed" in done:
-                    raise OSError(f"{cell}: {done['failed']}")
                 found[cell][side] = {"cell": cell, "link": link, "method": method} | done
                 with saved.open("a") as file:
                     file.write(json.dumps(found[cell][side]) + "\n")
@@ -432,7 +435,7 @@ def main() -> None:
     # With 15 ms, a pass and a 150 ms round trip take 16 draft tokens in one output, 17 in another.
     add("--draft-ms", type=float, default=18.0, help="for a draft token")
     add("--acceptance", type=float, default=0.8)
-    add("--tokens", type=int, default=160, help="per output")
+    add("--tokens", type=int, default=160, help="per output, at most")
     add("--repeats", type=int, default=5)
     add("--seeds", type=int, default=25, help="of the simulation, on links that lose packets")
     add("--no-breaks", action="store_true")

@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections import Counter
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from decode_runs import PROMPTS, greedy_reference
@@ -291,30 +292,30 @@ def test_a_draft_that_is_wrong_is_given_up_early(waits_s, num_tokens):
 
 @in_loop
 async def test_the_measured_round_trip_reaches_the_policy():
-    target = make_target()
-    link = Link.constant(up_mbps=1000, rtt_ms=120)
-    async with (
-        serving(target) as server,
-        EmulatedLink(link, "127.0.0.1", server.port) as slow,
-    ):
-        outcome = await decode(slow.port, [1, 2], draft=lm_draft(target), max_new_tokens=8)
+    outcome, _ = await decode_over(Link.constant(up_mbps=1000, rtt_ms=120), num_tokens=8)
     assert outcome.round_trip_s > 0.1  # a busy machine adds to the link's
-    assert outcome.result.token_ids == greedy_reference(target, [1, 2], 8)
 
 
 @in_loop
 async def test_no_ping_follows_a_message():
     # Where a link loses packets, the next message would wait for the ping before it.
+    outcome, link = await decode_over(Link.constant(up_mbps=1000, rtt_ms=2), num_tokens=NEW_TOKENS)
+    up, down = (count_frames(bytes(data)) for data in link.carried.values())
+    assert up["DATA"] > len(outcome.result.round_lengths) > 4 and down["DATA"] > 4
+    assert up["PING"] <= 1 and down["PING"] <= 1
+
+
+async def decode_over(link: Link, *, num_tokens: int) -> tuple[Any, EmulatedLink]:
+    """Decode over a link. Return the outcome, whose output was compared, and the link."""
     target = make_target()
-    link = Link.constant(up_mbps=1000, rtt_ms=2)
     async with (
         serving(target) as server,
         EmulatedLink(link, "127.0.0.1", server.port) as relay,
     ):
-        outcome = await decode(relay.port, [1, 2], draft=lm_draft(target), max_new_tokens=24)
-    up, down = (count_frames(bytes(data)) for data in relay.carried.values())
-    assert up["DATA"] > len(outcome.result.round_lengths) > 4 and down["DATA"] > 4
-    assert up["PING"] <= 1 and down["PING"] <= 1
+        draft = lm_draft(target)
+        outcome = await decode(relay.port, [1, 2], draft=draft, max_new_tokens=num_tokens)
+    assert outcome.result.token_ids == greedy_reference(target, [1, 2], num_tokens)
+    return outcome, relay
 
 
 def count_frames(data: bytes) -> Counter[str]:
