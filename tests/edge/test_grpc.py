@@ -303,6 +303,10 @@ async def test_no_ping_follows_a_message():
     up, down = (count_frames(bytes(data)) for data in link.carried.values())
     assert up["DATA"] > len(outcome.result.round_lengths) > 4 and down["DATA"] > 4
     assert up["PING"] <= 1 and down["PING"] <= 1
+    # A setting of RFC 9113, section 6.5.2. With the default window a long message needs a further
+    # round trip.
+    window = b"\0\x04" + (2**20).to_bytes(4)  # SETTINGS_INITIAL_WINDOW_SIZE
+    assert all(window in data for data in link.carried.values())
 
 
 async def decode_over(link: Link, *, num_tokens: int) -> tuple[Any, EmulatedLink]:
