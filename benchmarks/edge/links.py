@@ -35,7 +35,7 @@ from typing import Any, cast
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from emulated_link import ADDRESSES, EmulatedLink, numbers
 
-from pipedraft.files import write_atomically
+from pipedraft.files import to_json, write_atomically
 
 ROOT = Path(__file__).resolve().parents[2]
 PORT = 50051
@@ -327,7 +327,7 @@ def fitted_pass(args: argparse.Namespace, sides: Sides) -> float:
     if not saved.is_file():
         sides.link.set(rtt=5.0)
         done = sides.do(link=sides.link.settings, method="cloud", repeats=args.repeats)
-        write_atomically(saved, json.dumps({"pass_s": statistics.median(done["ms"]) / 1e3}))
+        write_atomically(saved, to_json({"pass_s": statistics.median(done["ms"]) / 1e3}))
     found: float = json.loads(saved.read_text())["pass_s"]
     return found
 
