@@ -9,8 +9,8 @@ A launch's ranks alternate between two network namespaces, so every stage-to-sta
 the emulated link (emulated_link.py). Launches use the commands in docs/pipeline.md. Parts:
 
 pipeline    Decodes with every schedule, outputs compared with transformers. The cost model is
-            fitted at 5 ms (--calibrate, the median of three launches). For another round trip, each
-            link gets half of the difference. S and ms are medians over --repeats.
+            fitted at 5 ms (--calibrate), in the median launch out of three. For another round trip,
+            each link gets half the difference. S and ms are medians over --repeats.
 exits       --launches launches at 150 ms: statuses, seconds from the answer to the last exit.
 breaks      Stalls, outages, a killed rank and a cut namespace, at a round trip of 60 ms. All ranks
             end with 0 and the same output, or within 10 s after noticing, each with a line.
@@ -50,7 +50,9 @@ from pipedraft.inference.config import read_cost
 ROOT = Path(__file__).resolve().parents[1]
 PARTS = ("pipeline", "exits", "breaks", "edge")
 PORT = 29500
-FITTED_MS, FITS = 5.0, 3
+FITS = 3
+"""Launches that fit the cost model: the processor's pace differs from launch to launch."""
+FITTED_MS = 5.0
 """The cost model's round trip. Over any network, ranks sleep until a message arrives. Without
 latency they do not, and compute faster."""
 SPD_STAGES = 4
@@ -183,7 +185,7 @@ def ms_per_token(run: dict[str, Any]) -> float:
 def fit(
     args: argparse.Namespace, link: EmulatedLink, family: str, stages: int, index: int
 ) -> tuple[float, Path, float]:
-    """Return a token's ms without a draft, the cost model's file, and a target pass in ms."""
+    """Return measured ms per token without a draft, the fitted file, and a target pass in ms."""
     out = args.out / f"fit_{family}_n{stages}_{index}"
     cost = out / "cost.json"
     if not cost.is_file():
@@ -195,17 +197,13 @@ def fit(
             raise OSError(f"{family}, n = {stages}, the cost model: statuses {statuses}; see {out}")
     plain = next(run for run in runs_in(out) if run["schedule"] == "autoregressive")
     stage_s = sum(process["seconds"].get("stage", 0.0) for process in plain["processes"])
-    pass_ms = 1e3 * stage_s / plain["tokens"]
-    return pass_ms * (1 + stages * json.loads(cost.read_text())["link"]), cost, pass_ms
+    return ms_per_token(plain), cost, 1e3 * stage_s / plain["tokens"]
 
 
 def calibrated(
     args: argparse.Namespace, link: EmulatedLink, family: str, stages: int
 ) -> tuple[Path, float]:
-    """Return the cost model's file, fitted at ``FITTED_MS``, and a target pass in ms.
-
-    Of ``FITS`` launches, the one with the median time without a draft.
-    """
+    """Return the fitted file and a target pass in ms, from the launch with the median time."""
     fits = sorted(fit(args, link, family, stages, index) for index in range(FITS))
     _, cost, pass_ms = fits[FITS // 2]
     return cost, pass_ms
