@@ -27,7 +27,9 @@ STAMP := .venv/installed
 venv: $(STAMP)
 
 # torch goes first and alone, then is held at whatever build that was. pip compiles on one core, compileall on
-# all of them; some packages have files that are no Python 3.
+# all of them what is likely to be imported; some packages have files that are no Python 3.
+RARELY_IMPORTED := '/(tests?|testing|transformers/models|pip)/'
+
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else \
 	  f"PYTHON=$(PYTHON) is {sys.version.split()[0]}; give one of 3.11 or later: make PYTHON=...")'
@@ -38,7 +40,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -c 'from importlib.metadata import version; print("torch==" + version("torch"))' \
 	  >> .venv/constraints.txt
 	$(PIP) -c .venv/constraints.txt -e '.[dev]'
-	$(BIN)/python -m compileall -qq -j 0 .venv/lib || true
+	$(BIN)/python -m compileall -qq -j 0 -x $(RARELY_IMPORTED) .venv/lib || true
 	touch $@
 
 # mypy takes the checkout's folder for the package; one whose name Python cannot import is read through a link.

@@ -90,6 +90,7 @@ sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", "-m", "not all", *{t
 """
 
 
+@pytest.mark.all
 def test_modules_are_imported_a_prompt_is_decoded_and_tests_pass(checkout, capsys):
     head = str(REPOSITORY / "assets" / "heads" / "spd_n4")
     words = ["--checkpoint", head, "--prompt", "Hi", "--max-new-tokens", "24"]

@@ -8,22 +8,34 @@ its list takes more than about four seconds on a core.
 import pytest
 
 KEPT = {
+    "test_acceptance": {
+        "test_a_planted_fault_is_found": 8,
+        "test_a_family_passes_its_trial_at_any_size": 5,
+        "test_a_row_that_continues_another_branch_is_found": 2,
+    },
     "test_api": {
         "test_the_documented_code_runs": 0,
         "test_an_evaluation_is_compared_with_another": 0,
+        "test_a_head_is_trained_in_a_loop_of_ones_own": 1,
     },
     "test_audit": {
-        "test_planted_faults_are_found": 3,
+        "test_planted_faults_are_found": 1,
+    },
+    "test_audit_servers": {
+        "test_a_tie_hides_nothing_behind_it": 2,
     },
     "test_auto_tree": {
-        "test_trials_cost_little_beside_the_best_chain": 3,
+        "test_trials_cost_little_beside_the_best_chain": 1,
     },
     "test_bitwise": {
-        "test_text_is_that_of_plain_decoding": 10,
+        "test_text_is_that_of_plain_decoding": 5,
+        "test_processes_have_the_text_of_plain_decoding_in_one": 3,
+        "test_a_rounded_draft_leaves_a_float32_targets_text": 2,
     },
     "test_block_heads": {
         "test_sampled_text_is_the_targets": 0,
-        "test_greedy_text_is_the_targets_and_every_draft_token_is_of_the_newest_block": 6,
+        "test_greedy_text_is_the_targets_and_every_draft_token_is_of_the_newest_block": 3,
+        "test_every_kind_of_head_decodes_exactly": 2,
     },
     "test_budget": {
         "test_fewer_rows_enter_where_they_cost_more": 2,
@@ -33,21 +45,28 @@ KEPT = {
         "test_a_training_process_that_has_read_its_data_still_prints_one_line": 0,
         "test_a_language_model_drafts_and_is_evaluated": 0,
     },
+    "test_conformance": {
+        "test_the_checker_names_a_planted_fault": 2,
+        "test_our_schedules_conform": 4,
+    },
     "test_cpu": {
         "test_laid_out_layers_decode_what_transformers_generates": 2,
     },
     "test_device_decode": {
-        "test_no_operation_sees_two_devices": 6,
-        "test_a_step_launches_and_waits_a_few_times_only": 2,
+        "test_no_operation_sees_two_devices": 3,
+        "test_a_step_launches_and_waits_a_few_times_only": 1,
         "test_keys_are_not_repeated_for_the_heads_that_share_them": 2,
         "test_a_controller_launches_and_waits_a_few_times_only": 1,
+        "test_one_graph_chooses_tokens_for_every_temperature_and_seed": 1,
+        "test_a_wrong_choice_in_a_graph_is_caught": 1,
+        "test_nothing_is_recorded_while_a_send_waits_for_its_peer": 1,
     },
     "test_device_training": {
         "test_no_operation_of_training_sees_two_devices": 4,
         "test_a_layer_of_a_draft_is_one_graph_to_the_compiler": 0,
     },
     "test_doc_runs": {
-        "test_commands_run": 1,
+        "test_commands_run": 0,
     },
     "test_docs": {
         "test_drafts_of_the_papers_models_are_made_by_the_commands_above_them": 4,
@@ -59,7 +78,7 @@ KEPT = {
         "test_bitwise_outputs_have_drafts_of_their_own": 0,
     },
     "test_eagle_schedules": {
-        "test_greedy_text_equals_transformers_greedy": 6,
+        "test_greedy_text_equals_transformers_greedy": 3,
         "test_greedy_text_is_the_targets_whatever_the_draft_draft_tokens": 6,
         "test_segments_pruned_to_one_row_and_to_none_change_nothing": 1,
         "test_expansion_depth_stays_within_the_time_of_one_row": 1,
@@ -69,9 +88,16 @@ KEPT = {
     "test_end_to_end": {
         "test_an_eagle_head_is_trained_and_decoded": 1,
     },
+    "test_endpoint": {
+        "test_vllms_detailed_answers_count_as_the_same_chains_do_here": 0,
+        "test_sampled_answers_of_our_server_are_counted_at_each_temperature": 0,
+    },
+    "test_engine_llama_cpp": {
+        "test_the_speed_is_measured_in_turn": 0,
+    },
     "test_engine_parity": {
         "test_faults_of_positions_maps_dtype_and_prompts_are_named": 0,
-        "test_faults_of_what_an_engine_reads_are_named": 2,
+        "test_faults_of_what_an_engine_reads_are_named": 1,
     },
     "test_eval_entropy": {
         "test_a_certain_target_is_drafted_for_better_and_entries_say_so": 0,
@@ -82,6 +108,10 @@ KEPT = {
     },
     "test_eval_margin": {
         "test_half_precision_differs_by_ties_alone": 0,
+    },
+    "test_eval_run": {
+        "test_outputs_are_compared_with_plain_decodings": 2,
+        "test_bitwise_outputs_are_compared_with_plain_decodings_in_half_precision": 1,
     },
     "test_eval_sequences": {
         "test_counts_and_texts_are_those_of_one_after_the_other": 1,
@@ -97,36 +127,43 @@ KEPT = {
         "test_adapters_before_the_last_layer_keep_the_copies_bit_for_bit": 0,
         "test_what_reaches_the_copies_is_named_after_training": 0,
         "test_a_draft_loads_within_the_scope_and_elsewhere_by_exception_alone": 0,
+        "test_a_changed_copy_is_named": 2,
     },
     "test_export": {
         "test_layers_in_another_order_are_sorted_with_the_columns_that_read_them": 4,
     },
     "test_families": {
-        "test_a_family_is_decoded_exactly": 3,
-        "test_a_family_is_read_packed_and_exported": 4,
+        "test_a_family_is_decoded_exactly": 2,
+        "test_a_family_is_read_packed_and_exported": 2,
         "test_heads_train_on_a_family": 1,
     },
     "test_features": {
         "test_training_from_a_dump_in_fp32_is_online_training_bit_for_bit": 0,
         "test_over_several_epochs_the_losses_are_those_of_online_training": 0,
         "test_processes_share_the_shards_of_a_dump": 0,
+        "test_a_dump_killed_at_any_moment_goes_on_to_the_same_folder": 0,
+        "test_no_layer_of_the_target_is_loaded": 3,
     },
     "test_features_served": {
         "test_training_from_a_server_is_online_training": 1,
         "test_a_run_that_loses_its_server_saves_and_goes_on_later": 0,
         "test_what_cannot_be_dumped_is_refused_before_the_target_runs": 0,
+        "test_a_dump_of_another_target_or_of_other_data_is_refused": 0,
     },
     "test_field_thinking": {
         "test_an_evaluation_is_lossless_and_says_where_the_settings_differ": 1,
     },
     "test_flexspec": {
         "test_greedy_text_equals_transformers_greedy": 1,
-        "test_draft_tokens_are_those_of_their_paths_read_from_scratch": 5,
+        "test_draft_tokens_are_those_of_their_paths_read_from_scratch": 2,
         "test_sampled_text_has_the_targets_distribution": 0,
         "test_both_backends_agree": 1,
     },
     "test_flexspec_training": {
         "test_it_learns_a_handful_of_conversations_by_heart": 1,
+    },
+    "test_forecast": {
+        "test_a_run_logs_its_forecasts": 1,
     },
     "test_gpu_check": {
         "test_every_section_runs_and_every_output_is_right": 0,
@@ -149,6 +186,12 @@ KEPT = {
     "test_hub_cards": {
         "test_the_commands_of_a_card_work_as_printed": 0,
     },
+    "test_kernels": {
+        "test_a_product_is_the_stored_weights_and_a_row_has_the_same_bits_alone": 20,
+    },
+    "test_launchers": {
+        "test_a_run_with_a_compiler_in_its_settings_is_the_run_without": 0,
+    },
     "test_layout": {
         "test_the_wheel_holds_the_package_and_runs_from_another_directory": 0,
     },
@@ -156,9 +199,11 @@ KEPT = {
         "test_a_signal_ends_the_run_after_its_step": 1,
         "test_a_run_whose_disk_is_full_again_and_again_ends_as_one_with_room": 0,
         "test_a_run_killed_at_any_moment_resumes_bit_for_bit": 0,
+        "test_a_damaged_checkpoint_is_named_and_the_one_before_is_used": 2,
+        "test_a_run_without_a_better_score_ends_and_stays_ended": 1,
     },
     "test_lookup": {
-        "test_the_output_is_the_targets_under_every_schedule": 8,
+        "test_the_output_is_the_targets_under_every_schedule": 4,
         "test_sampled_output_is_plain_decodings_with_shared_noise": 3,
     },
     "test_lossless": {
@@ -176,6 +221,16 @@ KEPT = {
     "test_mtp": {
         "test_greedy_text_is_the_targets": 2,
     },
+    "test_new": {
+        "test_values_are_those_of_the_shipped_configuration_for_this_size": 0,
+        "test_smollm2_gets_its_own_recipe": 0,
+    },
+    "test_not_finite": {
+        "test_every_schedule_stops_at_the_same_token_and_names_the_module": 8,
+    },
+    "test_overfit": {
+        "test_a_head_learns_one_conversation_by_heart": 0,
+    },
     "test_packing": {
         "test_positions_restart_in_every_document_and_a_mutant_is_caught": 3,
         "test_losses_sums_and_gradients_of_a_packed_row_are_those_of_its_documents": 4,
@@ -184,7 +239,7 @@ KEPT = {
         "test_an_evaluation_of_a_packed_row_sums_over_its_documents": 3,
     },
     "test_paper_tables": {
-        "test_a_table_runs_and_says_why_a_row_does_not": 3,
+        "test_a_table_runs_and_says_why_a_row_does_not": 1,
         "test_shares_of_conversations_at_once_make_the_same_table": 0,
         "test_the_command_writes_the_table_and_what_it_rests_on": 1,
         "test_a_fault_in_a_declaration_is_refused": 8,
@@ -226,17 +281,23 @@ KEPT = {
         "test_sampled_text_has_the_targets_distribution": 0,
         "test_the_distribution_test_catches_the_published_tree_rule": 0,
         "test_speedup_is_the_papers_closed_form": 2,
+        "test_an_eagle_head_runs_under_the_schedule": 1,
+    },
+    "test_pretrained": {
+        "test_every_whole_model_loads": 6,
     },
     "test_process": {
-        "test_both_backends_agree_with_an_eagle_head": 3,
+        "test_both_backends_agree_with_an_eagle_head": 1,
         "test_both_backends_agree_with_a_speculation_module": 1,
         "test_both_backends_agree_with_an_early_exit_head": 0,
         "test_both_backends_agree_when_segments_are_pruned_on_their_way": 2,
         "test_ranks_decode_what_one_process_decodes": 1,
         "test_the_text_is_the_same_where_waiting_verdicts_cut_drafting_short": 1,
+        "test_a_step_sends_one_message_over_each_link": 5,
     },
     "test_process_ahead": {
         "test_the_first_stage_runs_ahead_with_the_same_text_and_steps": 1,
+        "test_a_segment_that_is_abandoned_at_any_layer_leaves_no_trace": 4,
     },
     "test_process_failures": {
         "test_a_lost_stage_ends_every_rank_with_a_line": 1,
@@ -249,20 +310,32 @@ KEPT = {
         "test_greedy_text_is_transformers": 6,
         "test_stages_of_a_cluster_keep_the_states_of_branches": 1,
         "test_trained_drafts_read_the_states_of_branches": 1,
+        "test_a_hybrid_decodes_what_transformers_generates": 2,
+    },
+    "test_reference": {
+        "test_the_engine_agrees_with_the_page": 4,
+    },
+    "test_regenerate": {
+        "test_a_stopped_run_says_how_to_go_on": 1,
     },
     "test_retention": {
         "test_every_draft_meets_every_target": 0,
     },
+    "test_rotary_lengths": {
+        "test_every_schedule_crosses_as_generate_does": 1,
+        "test_stage_processes_cross_as_generate_does": 1,
+        "test_several_sequences_cross_in_one_pipeline": 2,
+    },
     "test_sampling": {
-        "test_chains_have_the_targets_law": 2,
+        "test_chains_have_the_targets_law": 1,
         "test_chains_have_the_law_of_the_filtered_target": 0,
-        "test_rules_of_whole_rounds_have_the_targets_law": 2,
+        "test_rules_of_whole_rounds_have_the_targets_law": 1,
         "test_rules_of_whole_rounds_have_the_law_of_the_filtered_target": 1,
         "test_plain_decoding_has_the_targets_law": 1,
         "test_the_law_catches_a_mistake_of_the_rejection_rule": 1,
         "test_the_law_catches_a_mistake_of_a_rule_of_whole_rounds": 2,
         "test_the_law_catches_a_mistake_of_plain_draws": 2,
-        "test_every_schedule_gives_plain_decodings_text": 12,
+        "test_every_schedule_gives_plain_decodings_text": 6,
         "test_a_rejected_draft_token_that_is_drawn_again_ends_the_round": 10,
     },
     "test_self_prompt": {
@@ -312,19 +385,27 @@ KEPT = {
     "test_streaming": {
         "test_a_process_holds_its_part_and_about_a_layer": 0,
         "test_processes_read_parts_that_make_up_the_layers": 1,
+        "test_a_part_reads_its_own_tensors_alone_and_is_equal": 3,
     },
     "test_target": {
-        "test_random_segments_and_keeps_equal_recomputing_each_path_from_scratch": 8,
-        "test_chained_stages_equal_the_models_forward_in_full_and_row_by_row": 16,
+        "test_random_segments_and_keeps_equal_recomputing_each_path_from_scratch": 4,
+        "test_chained_stages_equal_the_models_forward_in_full_and_row_by_row": 8,
+    },
+    "test_target_files": {
+        "test_text_part_of_a_multimodal_checkpoint_is_staged": 1,
     },
     "test_train": {
         "test_spd_learns_a_handful_of_conversations_by_heart": 1,
         "test_a_run_starts_with_the_weights_of_a_trained_draft": 3,
         "test_a_batch_without_counted_rows_has_no_loss_and_a_zero_gradient": 3,
     },
+    "test_train_record": {
+        "test_a_changed_batch_size_skips_and_repeats_no_row": 2,
+    },
     "test_train_screen": {
         "test_decoding_measures_the_head_and_disturbs_nothing": 1,
         "test_decoding_draws_from_no_global_generator": 1,
+        "test_best_is_chosen_by_what_is_decoded_where_prompts_are": 2,
     },
     "test_train_throughput": {
         "test_wandb_keeps_a_run_offline": 0,
