@@ -27,7 +27,7 @@ STAMP := .venv/installed
 venv: $(STAMP)
 
 # torch goes first and alone, then is held at whatever build that was. pip compiles on one core, compileall on
-# all of them what is likely to be imported; some packages have files that are no Python 3.
+# all of them, without what is rarely imported; some packages have files that are no Python 3.
 RARELY_IMPORTED := '/(tests?|testing|transformers/models|pip)/'
 
 $(STAMP): pyproject.toml constraints.txt

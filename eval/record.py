@@ -267,7 +267,7 @@ class RunRecord(Entry, frozen=True, kw_only=True):
     position_tests: Counts
     position_accepts: Counts
     drafted: Count = 0
-    """0 of a server, which does not tell (``eval --endpoint``); so is ``draft_forwards``."""
+    """0 with ``eval --endpoint``, like ``draft_forwards``: servers count drafts differently."""
     draft_forwards: Count = 0
     checkpoint: Name | None = None
     """The draft's location; None for autoregressive decoding."""

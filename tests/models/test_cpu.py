@@ -164,17 +164,20 @@ def test_threads_that_wait_sleep_soon_unless_the_environment_says(given):
 
 def test_freed_memory_is_used_again_without_page_faults():
     """A step's tensors are freed together, so glibc would return the heap's end to the system."""
-    # With torch's own tensors, something small at the heap's end would keep it in some processes.
+    # Without the setting, the blocks are malloc's alone: after torch's import, something small at
+    # the heap's end keeps it in some processes.
     code = (
         "import ctypes, resource, sys\n"
-        "if sys.argv[1] == 'kept':\n"
-        "    from pipedraft.models.speed import cpu; cpu.keep_freed_memory()\n"
+        "kept = sys.argv[1] == 'kept'\n"
+        "if kept:\n"
+        "    import torch; from pipedraft.models.speed import cpu; cpu.keep_freed_memory()\n"
         "libc, size = ctypes.CDLL(None), ctypes.c_size_t(1 << 23)\n"
         "def step():\n"
-        "    tensors = [ctypes.c_void_p() for _ in range(8)]\n"
-        "    for it in tensors: libc.posix_memalign(ctypes.byref(it), 64, size)\n"
-        "    for it in tensors: libc.memset(it, 1, size)\n"
-        "    for it in tensors: libc.free(it)\n"
+        "    if kept: tensors = [torch.ones(1 << 21) for _ in range(8)]\n"
+        "    blocks = [ctypes.c_void_p() for _ in range(8)]\n"
+        "    for it in blocks: libc.posix_memalign(ctypes.byref(it), 64, size)\n"
+        "    for it in blocks: libc.memset(it, 1, size)\n"
+        "    for it in blocks: libc.free(it)\n"
         "for _ in range(3): step()\n"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
         "for _ in range(5): step()\n"

@@ -9,9 +9,7 @@ import pytest
 
 KEPT = {
     "test_acceptance": {
-        "test_a_planted_fault_is_found": 8,
         "test_a_family_passes_its_trial_at_any_size": 5,
-        "test_a_row_that_continues_another_branch_is_found": 2,
     },
     "test_api": {
         "test_the_documented_code_runs": 0,
@@ -19,7 +17,7 @@ KEPT = {
         "test_a_head_is_trained_in_a_loop_of_ones_own": 1,
     },
     "test_audit": {
-        "test_planted_faults_are_found": 1,
+        "test_planted_faults_are_found": 3,
     },
     "test_audit_servers": {
         "test_a_tie_hides_nothing_behind_it": 2,
@@ -46,7 +44,6 @@ KEPT = {
         "test_a_language_model_drafts_and_is_evaluated": 0,
     },
     "test_conformance": {
-        "test_the_checker_names_a_planted_fault": 2,
         "test_our_schedules_conform": 4,
     },
     "test_cpu": {
@@ -58,7 +55,6 @@ KEPT = {
         "test_keys_are_not_repeated_for_the_heads_that_share_them": 2,
         "test_a_controller_launches_and_waits_a_few_times_only": 1,
         "test_one_graph_chooses_tokens_for_every_temperature_and_seed": 1,
-        "test_a_wrong_choice_in_a_graph_is_caught": 1,
         "test_nothing_is_recorded_while_a_send_waits_for_its_peer": 1,
     },
     "test_device_training": {
@@ -66,7 +62,7 @@ KEPT = {
         "test_a_layer_of_a_draft_is_one_graph_to_the_compiler": 0,
     },
     "test_doc_runs": {
-        "test_commands_run": 0,
+        "test_commands_run": 1,
     },
     "test_docs": {
         "test_drafts_of_the_papers_models_are_made_by_the_commands_above_them": 4,
@@ -97,7 +93,7 @@ KEPT = {
     },
     "test_engine_parity": {
         "test_faults_of_positions_maps_dtype_and_prompts_are_named": 0,
-        "test_faults_of_what_an_engine_reads_are_named": 1,
+        "test_faults_of_what_an_engine_reads_are_named": 2,
     },
     "test_eval_entropy": {
         "test_a_certain_target_is_drafted_for_better_and_entries_say_so": 0,
@@ -127,7 +123,6 @@ KEPT = {
         "test_adapters_before_the_last_layer_keep_the_copies_bit_for_bit": 0,
         "test_what_reaches_the_copies_is_named_after_training": 0,
         "test_a_draft_loads_within_the_scope_and_elsewhere_by_exception_alone": 0,
-        "test_a_changed_copy_is_named": 2,
     },
     "test_export": {
         "test_layers_in_another_order_are_sorted_with_the_columns_that_read_them": 4,
