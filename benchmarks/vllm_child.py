@@ -5,15 +5,23 @@ python vllm_child.py REQUEST.json ANSWER.json
 The request has ``settings`` for vllm.LLM and ``batches``: prompts, params (one for all, or one per
 prompt), is_together, and abort_after, which aborts the batch's first request after so many engine
 steps. The answer has outputs, seconds and the scheduler's counts per batch.
+
+vLLM's processes spin for SPIN_S seconds, 1 by default, while they wait for a message. Scheduler and
+two ranks are three processes: on two cores one always spins where another one would compute.
 """
 
 import importlib
 import json
+import os
 import sys
 import time
 from pathlib import Path
 
 MAX_STEPS = 100_000
+
+if "SPIN_S" in os.environ:  # before the ranks start
+    waiting = importlib.import_module("vllm.distributed.device_communicators.shm_broadcast")
+    waiting.SpinCondition.__init__.__defaults__ = (float(os.environ["SPIN_S"]),)
 
 
 def completion(found):

@@ -113,7 +113,7 @@ class FillOptions(FewPromptsOptions):
     link_ms: float = option(0.0, metavar="MS", least=0)
     """latency of each link, for the speed"""
     spin_s: float | None = option(None, metavar="S", least=0.001)
-    """how long vLLM's processes spin for a message, for the speed; default: vLLM's 1 s"""
+    """how long vLLM's processes spin for a message; default: vLLM's 1 s"""
     drafts: tuple[str, ...] = option(("oracle", "ngram", "suffix", "head"), metavar="NAMES")
     """comma list of drafts for the speed"""
     timed_prompts: int = option(6, metavar="P", least=1)
@@ -473,8 +473,7 @@ def speed(engine: Engine, prompts: list[list[int]], found: Comparison) -> None:
     prompts = prompts[: options.timed_prompts]
     batch = greedy(prompts, options.max_new_tokens)
     settings: dict[str, Any] = {"target": target}
-    is_linked = options.link_ms or options.spin_s is not None
-    if is_linked:
+    if options.link_ms:
         settings["worker_cls"] = "vllm_link.LinkedWorker"
     known = {"oracle": "", "ngram": "ngram", "suffix": "suffix", "head": head}
     if unknown := set(options.drafts) - set(known):
@@ -484,7 +483,7 @@ def speed(engine: Engine, prompts: list[list[int]], found: Comparison) -> None:
     ceilings: list[float] = []
     for repeat in range(options.repeats):
         for name in drafts:
-            if is_linked:
+            if options.link_ms:
                 kind = "" if drafts[name] is None else "Fill"
                 settings["scheduler_cls"] = f"vllm_link.Linked{kind}Scheduler"
             (answer,) = engine.decode([batch], draft=drafts[name], **settings)

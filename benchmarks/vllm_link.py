@@ -2,16 +2,12 @@
 
 What a rank sends to the next one, and the last one to the scheduler, arrives LINK_MS milliseconds
 later. All processes run on one machine, so they share its monotonic clock.
-
-vLLM's processes spin for SPIN_S seconds, 1 by default, while they wait for a message. Scheduler and
-two ranks are three processes: on two cores one always spins where another one would compute.
 """
 
 import os
 import time
 
 import torch
-from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from pipedraft.inference.vllm.scheduler import FillScheduler
@@ -19,8 +15,6 @@ from pipedraft.inference.vllm.worker import FillWorker
 
 LINK_S = float(os.environ.get("LINK_MS", "0")) / 1e3
 STAMP = "link_sent_at"
-if "SPIN_S" in os.environ:
-    SpinCondition.__init__.__defaults__ = (float(os.environ["SPIN_S"]),)
 
 
 def wait_until_arrived(sent_at):
