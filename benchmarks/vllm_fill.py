@@ -113,7 +113,7 @@ class FillOptions(FewPromptsOptions):
     link_ms: float = option(0.0, metavar="MS", least=0)
     """latency of each link, for the speed"""
     spin_s: float | None = option(None, metavar="S", least=0.001)
-    """how long vLLM's processes spin for a message; default: vLLM's 1 s"""
+    """how long vLLM's processes spin for a message; default, and for the server: vLLM's 1 s"""
     drafts: tuple[str, ...] = option(("oracle", "ngram", "suffix", "head"), metavar="NAMES")
     """comma list of drafts for the speed"""
     timed_prompts: int = option(6, metavar="P", least=1)

