@@ -413,12 +413,9 @@ class StagedObjective(DraftObjective[StagedC]):
                 f"model.num_stages is {config.num_stages}; give {config.num_stages + 1} numbers"
             )
 
-    def compare(
-        self, stream_BTH: Tensor, labeled_BT: Tensor, teacher_MH: Tensor
-    ) -> DistillationLoss:
+    def compare(self, stream_MH: Tensor, teacher_MH: Tensor) -> DistillationLoss:
         """Return the divergence between the draft's and the teacher's rows, at temperature 1."""
-        rows_MH = self.draft.norm(pick(stream_BTH, labeled_BT))
-        return self.distil(rows_MH, teacher_MH)
+        return self.distil(self.draft.norm(stream_MH), teacher_MH)
 
     def add_rates(
         self, metrics: dict[str, float], rates: Mapping[str, list[float]], tokens_per_step: int = 1

@@ -6,7 +6,7 @@ import torch
 
 from ..models.heads.draft import Draft
 from ..models.heads.ppsd import PPSD
-from .batch import Batch
+from .batch import Batch, pick
 from .methods import PPSDTrainConfig
 from .objective import LossOutput, StagedObjective, labeled_rows
 
@@ -27,7 +27,7 @@ class PPSDObjective(StagedObjective[PPSDTrainConfig]):
         taps = self.hidden(batch)
         teacher_MH = self.teacher(taps[self.num_target_layers], labeled_BT)
         stream_BTH = self.draft(taps, batch.documents)
-        result = self.compare(stream_BTH, labeled_BT, teacher_MH)
+        result = self.compare(pick(stream_BTH, labeled_BT), teacher_MH)
         return LossOutput(result.loss, labeled_BT.sum(), result.sums())
 
     def summarize(self, sums: dict[str, float]) -> dict[str, float]:

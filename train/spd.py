@@ -11,7 +11,7 @@ from ..files import Values
 from ..models.heads.draft import Draft
 from ..models.heads.spd import SPD
 from ..models.transformer.decoder import embed
-from .batch import Batch, pick
+from .batch import Batch, pick, put
 from .methods import SPDTrainConfig
 from .objective import LossOutput, StagedObjective, labeled_rows
 
@@ -120,9 +120,10 @@ class SPDObjective(StagedObjective[SPDTrainConfig]):
         sums: dict[str, Tensor] = {}
         for run, fill in runs:
             labeled_BT = labeled_rows(run)
-            teacher_MH = self.teacher(run.features[self.num_target_layers], labeled_BT)
-            stream_BTH = self.draft(run.features, fill, run.documents)
-            result = self.compare(stream_BTH, labeled_BT, teacher_MH)
+            last_BTH = run.features[self.num_target_layers]
+            places_M = put(labeled_BT.flatten().nonzero()[:, 0], last_BTH)
+            stream_MH = self.draft(run.features, fill, run.documents, places_M)
+            result = self.compare(stream_MH, self.teacher(last_BTH, labeled_BT))
             losses.append(result.loss)
             found = result.sums()
             # Rates depend on the fill; mass outside the draft vocabulary does not.

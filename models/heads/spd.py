@@ -157,6 +157,7 @@ class SPD(StagedDraft):
         taps: Mapping[int, Tensor],
         occupancy: Sequence[int],
         lengths: Sequence[int] | None = None,
+        places_M: Tensor | None = None,
     ) -> Tensor:
         """Compute the depth-0 output stream for every position at once (structural attention).
 
@@ -166,23 +167,32 @@ class SPD(StagedDraft):
                 Descending order is fastest, because later examples' missing depths are not
                 computed.
             lengths: document lengths in a packed row [1, T]. The documents are then the examples.
+            places_M: int64, positions b T + t to compute, on any device; default all.
 
         Returns:
-            [B, T, H] before the final norm. Row t predicts the token at position t + 1.
+            [M, H], or [B, T, H] for all positions, before the final norm. Row t predicts the token
+            at position t + 1.
         """
-        examples = Fill(occupancy, lengths, self.config.max_in_flight)
+        examples, some = Fill(occupancy, lengths, self.config.max_in_flight), taps[self.taps[0]]
         if self.config.query == "all":
-            return self._forward_all(taps, examples)
+            stream_BTH = self._forward_all(taps, examples)
+            return stream_BTH if places_M is None else stream_BTH.flatten(0, 1)[places_M]
         # Only the newest token's stream changes between layers. Deeper rows come from target states
         # alone, so one product gives keys and values for all layers.
-        stream_BTH = self.feature(taps, 0)
-        positions_T = positions_of(stream_BTH.shape[1], lengths, stream_BTH.device)
-        rotation = self.rotary.of_heads(positions_T, stream_BTH.dtype)
+        B, T, _ = some.shape
+        rotation = self.rotary.of_heads(positions_of(T, lengths, some.device), some.dtype)
         keys, values, block_of_depth = self._static_key_values(taps, examples, rotation)
+        # No stream sees another one, so only the rows asked for need theirs.
+        rows_M = torch.arange(B * T, device=some.device) if places_M is None else places_M
+        turn = [x_T1D.index_select(0, rows_M % T) for x_T1D in rotation]
 
-        def advance(index: int, layer: DecoderLayer, stream_BTH: Tensor) -> Tensor:
-            heads = layer.self_attn.project(layer.input_layernorm(stream_BTH), *rotation)
-            query_BNTD, key_BJTD, value_BJTD = (x.transpose(1, 2) for x in heads)
+        def spread(x_MND: Tensor) -> Tensor:
+            x_PND = x_MND.new_zeros(B * T, *x_MND.shape[1:]).index_copy(0, rows_M, x_MND)
+            return x_PND.unflatten(0, (B, T)).transpose(1, 2)
+
+        def advance(index: int, layer: DecoderLayer, stream_MH: Tensor) -> Tensor:
+            heads = layer.self_attn.project(layer.input_layernorm(stream_MH), *turn)
+            query_BNTD, key_BJTD, value_BJTD = map(spread, heads)
             # Each earlier position is seen at the depth it has in a filled pipeline.
             attended_BNTD = structural_attention(
                 query_BNTD,
@@ -192,11 +202,17 @@ class SPD(StagedDraft):
                 block_of_depth=block_of_depth,
                 lengths=lengths,
             )
-            return layer.finish(stream_BTH, attended_BNTD.transpose(1, 2))
+            attended_PND = attended_BNTD.transpose(1, 2).flatten(0, 1)
+            return layer.finish(stream_MH, attended_PND.index_select(0, rows_M))
 
+        own = {
+            index: taps[index].flatten(0, 1).index_select(0, rows_M)
+            for index in self.feature_layers[0]
+        }
+        stream_MH = self.feature(own, 0)
         for index, layer in enumerate(self.decoder_layers):
-            stream_BTH = self.compute(advance, index, layer, stream_BTH)
-        return stream_BTH
+            stream_MH = self.compute(advance, index, layer, stream_MH)
+        return stream_MH.unflatten(0, (B, T)) if places_M is None else stream_MH
 
     def _static_key_values(
         self, taps: Mapping[int, Tensor], examples: Fill, rotation: tuple[Tensor, Tensor]

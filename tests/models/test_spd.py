@@ -168,6 +168,22 @@ def test_output_and_gradients_equal_a_dense_mask_reference(query, occupancy, mak
         torch.testing.assert_close(x, y, rtol=1e-8, atol=1e-8, msg=lambda m, k=name: f"{k}: {m}")
 
 
+@pytest.mark.parametrize("query", ["newest", "all"])
+@pytest.mark.parametrize("lengths", [None, [4, 6, 3]], ids=["padded", "packed"])
+def test_rows_that_are_asked_for_equal_those_of_a_whole_pass(query, lengths):
+    module, taps = module_and_taps(3 if lengths is None else 1, query=query)
+    occupancy, places = [4, 2, 1], torch.tensor([1, 2, 6, 10, 12])
+    whole_PH = module(taps, occupancy, lengths).flatten(0, 1)
+    some_MH = module(taps, occupancy, lengths, places)
+    torch.testing.assert_close(some_MH, whole_PH[places], rtol=1e-9, atol=1e-9)
+    parameters = [p for n, p in module.named_parameters() if "lm_head" not in n and p.requires_grad]
+    weight = torch.randn(some_MH.shape, dtype=torch.float64)
+    found, expected = (
+        torch.autograd.grad((x * weight).sum(), parameters) for x in (some_MH, whole_PH[places])
+    )
+    torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-8)
+
+
 def test_feature_layers_follow_the_paper_and_the_release():
     paper = SPDConfig(num_stages=4, num_target_layers=16)
     assert feature_layers(paper) == [(0,), (0, 2, 4), (0, 4, 8), (0, 6, 12), (0, 8, 16)]
