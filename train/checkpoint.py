@@ -322,6 +322,9 @@ class TrainingState:
             for index, parameter in enumerate(parameters):
                 found = states.pop(names[parameter], {})
                 if found:
+                    is_muon = type(getattr(optimizer, "optimizer", optimizer)) is torch.optim.Muon
+                    if is_muon != ("momentum_buffer" in found):
+                        raise ValueError(f"{names[parameter]} had another optimizer then")
                     state[index] = _as_parts_of(parameter, names[parameter], found)
             groups = optimizer.state_dict()["param_groups"]
             optimizer.load_state_dict({"state": state, "param_groups": groups})

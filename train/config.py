@@ -46,7 +46,7 @@ class OptimConfig:
     """Optimizer and learning rate."""
 
     name: Literal["adamw", "muon"] = "adamw"
-    """muon: orthogonalized momentum for weight matrices inside the layers, AdamW for the rest."""
+    """muon: orthogonalized momentum for maps between hidden states, AdamW for the rest."""
     lr: float = 1e-4
     """Peak learning rate; for muon the update is scaled to AdamW's root mean square."""
     betas: tuple[float, float] = (0.9, 0.95)

@@ -73,7 +73,7 @@ class DFlashObjective(ChainObjective[DFlashC]):
     """
 
     draft_class: ClassVar[type[Draft]] = DFlash
-    noted: ClassVar[tuple[str, ...]] = ("loss", "position_weights", "decay_gamma")
+    noted: ClassVar[tuple[str, ...]] = ("loss", "feature_weight", "position_weights", "decay_gamma")
 
     draft: DFlash
 

@@ -73,7 +73,7 @@ class UnrolledObjective(ChainObjective[UnrolledC]):
     loss is the cross-entropy, which differs from KL by a constant, the target's entropy.
     """
 
-    noted: ClassVar[tuple[str, ...]] = ("loss", "num_steps", "step_decay")
+    noted: ClassVar[tuple[str, ...]] = ("loss", "feature_weight", "num_steps", "step_decay")
     draft: Eagle3 | MTP
 
     @property

@@ -251,10 +251,14 @@ def on_main_process(accelerator: Accelerator, look: Callable[[], T]) -> T:
 def make_optimizers(
     parameters: list[tuple[str, nn.Parameter]], optim: OptimConfig
 ) -> list[Optimizer]:
-    """Make AdamW alone, or Muon for matrices in decoder layers and AdamW for other parameters."""
+    """Make AdamW alone, or Muon for maps between hidden states and AdamW for other parameters.
+
+    The maps are the matrices in decoder layers and the projections of the target's states.
+    """
     parameters = [(name, p) for name, p in parameters if p.requires_grad]
-    # Embeddings and LM heads are matrices, too, but Muon suits maps between hidden states.
-    is_hidden = {n: optim.name == "muon" and p.ndim == 2 and "layer" in n for n, p in parameters}
+    # Embeddings and LM heads are matrices, too, but they map tokens.
+    parts = ("layer", "projections", "fc.") if optim.name == "muon" else ()
+    is_hidden = {n: p.ndim == 2 and any(part in n for part in parts) for n, p in parameters}
     hidden = [p for n, p in parameters if is_hidden[n]]
     matrices = [p for n, p in parameters if p.ndim >= 2 and not is_hidden[n]]
     vectors = [p for n, p in parameters if p.ndim < 2]

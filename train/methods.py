@@ -66,6 +66,10 @@ class DivergenceConfig(StartConfig):
     teacher_vocabulary: Literal["target", "draft"] = "target"
     """draft: training computes teacher logits over the draft vocabulary only, so its metrics ignore
     all other tokens; validation computes the whole target vocabulary's."""
+    feature_weight: float = 0.0
+    """Weight of a regression in training: the squared distance between the LM heads' inputs, the
+    draft's and the target's, relative to the target's squared norm. 0: none, as in the papers.
+    Validation has the divergence alone."""
 
     @property
     def measure(self) -> LossKind:
@@ -74,9 +78,8 @@ class DivergenceConfig(StartConfig):
         Raises:
             ValueError: a setting is out of range.
         """
-        check_ranges(
-            self, {"loss_eta": "[0, inf)", "loss_top_k": "[1, inf)", "loss_ce": "[0, 1]"}, "model."
-        )
+        ranges = {"loss_eta": "[0, inf)", "loss_top_k": "[1, inf)", "loss_ce": "[0, 1]"}
+        check_ranges(self, ranges | {"feature_weight": "[0, inf)"}, "model.")
         return LossKind(
             kind=self.loss,
             eta=self.loss_eta,

@@ -56,6 +56,26 @@ def labeled_rows(batch: Batch) -> Tensor:
     return F.pad(batch.mask_BT[:, 1:], (0, 1))
 
 
+def feature_gap(hidden_MH: Tensor, teacher_LH: Tensor, index_M: Tensor | None) -> Tensor:
+    """Return |h - t|^2 / |t|^2 per row, at least float32 [M], for LM head inputs h and t.
+
+    The target's own LM head maps t to its logits. So a row close to t is right before the draft's
+    LM head has seen the token, and few tokens teach more.
+
+    Args:
+        hidden_MH: the draft's; of wider rows, the first H columns count.
+        index_M: teacher row of each row, on the host; None: row i has teacher row i.
+    """
+    # In 16 bits, small differences would underflow when squared.
+    exact = torch.promote_types(teacher_LH.dtype, torch.float32)
+    wanted_MH = teacher_LH.to(exact)
+    if index_M is not None:
+        wanted_MH = wanted_MH.index_select(0, put(index_M, wanted_MH))
+    gap_MH = hidden_MH[:, : wanted_MH.shape[1]].to(exact) - wanted_MH
+    size_M = wanted_MH.square().sum(1).clamp_min(torch.finfo(exact).tiny)
+    return gap_MH.square().sum(1) / size_M
+
+
 def acceptance_length(rates: list[float]) -> float:
     """Return tokens per verification round for chains with these acceptance rates.
 
@@ -117,7 +137,9 @@ class DraftObjective(nn.Module, ABC, Generic[C]):
         super().__init__()
         # In a list: as an attribute the target would become a submodule, trained and saved.
         self.config, self._target, self._data = config, [target], data
-        self.measure = config.measure if isinstance(config, DivergenceConfig) else LossKind()
+        self.measure, self.feature_weight = LossKind(), 0.0
+        if isinstance(config, DivergenceConfig):
+            self.measure, self.feature_weight = config.measure, config.feature_weight
         self.layer_config = LayerConfig.from_target(target.get_decoder().config)
         self.reference = TargetReference(
             name=target_name,
@@ -254,7 +276,7 @@ class DraftObjective(nn.Module, ABC, Generic[C]):
         # Not in evaluations, whose metrics must count the target tokens that the draft lacks.
         if rows_U is not None and self.skips_outside and torch.is_grad_enabled():
             head_VH, rows_U = head_VH[rows_U], None
-        return chunked_distillation(
+        result = chunked_distillation(
             hidden_MH,
             draft.lm_head.weight,
             teacher_LH,
@@ -265,6 +287,13 @@ class DraftObjective(nn.Module, ABC, Generic[C]):
             teacher_rows_U=rows_U,
             weights_M=weights_M,
         )
+        weight = self.feature_weight if measure is None and torch.is_grad_enabled() else 0
+        if not weight:
+            return result
+        gap_M = feature_gap(hidden_MH, teacher_LH, teacher_index_M)
+        if weights_M is not None:
+            gap_M = gap_M * weights_M.to(gap_M.dtype)
+        return replace(result, loss=result.loss + weight * gap_M.sum())
 
     @property
     def skips_outside(self) -> bool:
@@ -401,7 +430,7 @@ class ChainObjective(DraftObjective[C]):
 class StagedObjective(DraftObjective[StagedC]):
     """Base class for drafts on a staged target. Row t predicts the token at t + 1."""
 
-    noted: ClassVar[tuple[str, ...]] = ("loss",)
+    noted: ClassVar[tuple[str, ...]] = ("loss", "feature_weight")
     draft: StagedDraft
 
     @staticmethod

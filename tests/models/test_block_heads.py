@@ -152,6 +152,7 @@ def test_a_setting_that_makes_no_head_is_refused(kind, setting, words):
         ("dflash", {"loss": "ce", "position_weights": "dpace", "draft_vocab_size": 9}),
         ("dspark", {}),
         ("dspark", {"loss": "kl", "decay_gamma": 2.0, "confidence_weight": 0.3}),
+        ("dspark", {"feature_weight": 3.0, "draft_vocab_size": 9}),
         ("dspark", {"loss": "ce", "position_weights": "dpace", "confidence": "state"}),
         ("dspark", {"loss_ce": 0.6, "sample_from_anchor": False, "block_size": 6}),
         ("dspark", {"markov_rank": 0, "confidence": "none"}),

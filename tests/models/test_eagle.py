@@ -175,15 +175,20 @@ def test_the_score_is_the_length_of_a_chain_with_the_measured_rates(world, tmp_p
 # -- training -------------------------------------------------------------------------------
 
 
-def test_muon_takes_the_matrices_of_the_layer(world, tmp_path):
-    trainer = world.trainer("eagle", tmp_path, optim__name="muon")
+@pytest.mark.parametrize("method", ["eagle", "spd"])
+def test_muon_takes_the_maps_between_hidden_states(world, tmp_path, method):
+    trainer = world.trainer(method, tmp_path, optim__name="muon")
     named = dict(trainer.objective.named_parameters())
     optimizers = make_optimizers(list(named.items()), trainer.config.optim)
     (muon,) = [o for o in optimizers if isinstance(o, torch.optim.Muon)]
     taken = {id(p) for group in muon.param_groups for p in group["params"]}
     names = {name for name, p in named.items() if id(p) in taken}
     parts = ("self_attn.q", "self_attn.k", "self_attn.v", "self_attn.o", "mlp.gate", "mlp.up")
-    assert names == {f"draft.layer.{part}_proj.weight" for part in (*parts, "mlp.down")}
+    layer = {"eagle": "layer", "spd": "layers.0"}[method]
+    expected = {f"draft.{layer}.{part}_proj.weight" for part in (*parts, "mlp.down")}
+    features = {name for name in named if "projections" in name or name == "draft.fc.weight"}
+    assert len(features) == {"eagle": 1, "spd": 3}[method]
+    assert names == expected | features
 
 
 def test_a_handful_of_conversations_is_learned_by_heart(world, tmp_path):

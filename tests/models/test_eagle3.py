@@ -184,9 +184,8 @@ def plain_loss(objective, batch):
     config, draft, ids = objective.config, objective.draft, batch.ids_BT
     B, T = ids.shape
     taps = capture_hidden(objective.target, ids, {*draft.taps, draft.config.num_target_layers})
-    p_full = objective.target.lm_head(
-        objective.target.model.norm(taps[draft.config.num_target_layers])
-    ).softmax(-1)
+    last_full = objective.target.model.norm(taps[draft.config.num_target_layers])
+    p_full = objective.target.lm_head(last_full).softmax(-1)
     state, loss, keys, values = draft.feature(taps), 0.0, [], []
     sums = {
         f"{k}_{i + 1}": 0.0
@@ -219,6 +218,9 @@ def plain_loss(objective, batch):
                     "tv": 1 - overlap,
                     "lk": -overlap.log(),
                 }[config.loss]
+                wanted = last_full[text, row + 1 + step]
+                gap = (draft.normed(state)[text, row] - wanted).square().sum()
+                divergence = divergence + config.feature_weight * gap / wanted.square().sum()
                 loss = loss + config.step_decay**step * divergence
     return loss, sums
 
@@ -230,6 +232,7 @@ def plain_loss(objective, batch):
         {"draft_vocab_size": 10},
         {"loss": "tv", "draft_vocab_size": 10},
         {"loss": "lk", "step_decay": 0.5},
+        {"feature_weight": 3.0, "draft_vocab_size": 10},
         {"rows": "specforge"},
         {"rows": "speculators", "draft_vocab_size": 10},
         {"rows": "official"},

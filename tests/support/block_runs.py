@@ -143,7 +143,8 @@ def plain_loss(objective, batch):
         ids, mask = ids[:length], mask[:length].tolist()
         taps = capture_hidden(objective.target, ids[None], {*objective.draft.taps, depth})
         rows = [taps[layer][0] for layer in objective.draft.taps]
-        p_TV = objective.target.lm_head(objective.target.model.norm(taps[depth][0])).softmax(-1)
+        last_TH = objective.target.model.norm(taps[depth][0])
+        p_TV = objective.target.lm_head(last_TH).softmax(-1)
         for anchor in range(len(mask)):
             count = turn_of(mask, anchor, S)
             if not count:
@@ -168,6 +169,9 @@ def plain_loss(objective, batch):
                 "ce": -right.log(),
                 "ce_l1": -config.loss_ce * right.log() + (1 - config.loss_ce) * distance_S,
             }[config.loss]
+            wanted_SH = last_TH[anchor : anchor + count]
+            gap_S = (states - wanted_SH).square().sum(-1) / wanted_SH.square().sum(-1)
+            divergence_S = divergence_S + config.feature_weight * gap_S
             for i, rate in enumerate(rate_S):
                 divergence = divergence_S[i]
                 if getattr(config, "confidence", "none") != "none":

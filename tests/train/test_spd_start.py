@@ -1,4 +1,4 @@
-"""SPD's start by ridge regression, and several fill draws per batch."""
+"""SPD's start by ridge regression, several fill draws per batch, and regression beside the loss."""
 
 from types import SimpleNamespace
 
@@ -73,3 +73,27 @@ def test_several_fills_are_the_mean_of_single_ones():
 def test_no_fill_is_refused():
     with pytest.raises(ValueError, match="model.fills: 0; give at least 1"):
         make_objective(fills=0)
+
+
+def test_the_feature_loss_is_the_distance_relative_to_the_targets_norm():
+    batch = Batch.padded(make_rows(), 0)
+    plain, weighted = make_objective(), make_objective(feature_weight=3.0)
+    weighted.draft.load_state_dict(plain.draft.state_dict())
+    outputs = [one(batch, torch.Generator().manual_seed(3)) for one in (plain, weighted)]
+    counted, order, occupancy = [], *plain._fill(batch, torch.Generator().manual_seed(3))
+    taps = plain.hidden(order)
+    stream_BTH = plain.draft.norm(plain.draft(taps, occupancy))
+    last_BTH = plain.target.model.norm(taps[4])
+    for text, length in enumerate(order.lengths):
+        counted += [(text, row) for row in range(length - 1)]  # all are assistant tokens
+    gaps = [
+        (stream_BTH[place] - last_BTH[place]).square().sum() / last_BTH[place].square().sum()
+        for place in counted
+    ]
+    expected = outputs[0].loss + 3 * torch.stack(gaps).sum()
+    torch.testing.assert_close(outputs[1].loss, expected)
+    # The metrics and a validation's loss are those of the divergence alone.
+    assert outputs[0].sums == outputs[1].sums
+    with torch.no_grad():
+        losses = [one(batch, torch.Generator(), occupancies=[4]).loss for one in (plain, weighted)]
+    assert losses[0] == losses[1]
