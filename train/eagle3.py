@@ -71,6 +71,8 @@ class UnrolledObjective(ChainObjective[UnrolledC]):
     The training loop divides by the number of rows at step 0 (``num_supervised``). So a sequence
     weighs as much as for any other head. Later steps have fewer rows and weigh less. The paper's
     loss is the cross-entropy, which differs from KL by a constant, the target's entropy.
+
+    With ``curriculum_steps``, a run's first part trains shorter chains. Evaluations never do.
     """
 
     noted: ClassVar[tuple[str, ...]] = ("loss", "feature_weight", "num_steps", "step_decay")
@@ -81,8 +83,11 @@ class UnrolledObjective(ChainObjective[UnrolledC]):
         return self.config.num_steps
 
     def counted(self, batch: Batch) -> Tensor:
-        """Return bool [P, S] on the host, True where step i counts at a row."""
-        return counted_steps(batch, self.num_steps, self.config.rows).flatten(0, 1)
+        """Return bool [P, S] on the host, True where step i of those at present counts at a row."""
+        config, num_steps = self.config, self.num_steps
+        if torch.is_grad_enabled() and self.done < config.curriculum_share:
+            num_steps = config.curriculum_steps or num_steps
+        return counted_steps(batch, num_steps, config.rows).flatten(0, 1)
 
     def num_supervised(self, batch: Batch) -> int:
         return int(self.counted(batch)[:, 0].sum())
@@ -90,7 +95,7 @@ class UnrolledObjective(ChainObjective[UnrolledC]):
     def forward(self, batch: Batch, generator: torch.Generator) -> LossOutput:
         """Compute one batch's loss, in the same way for training and evaluation."""
         draft, counted_PS = self.draft, self.counted(batch)
-        steps_S = torch.arange(self.num_steps)
+        steps_S = torch.arange(counted_PS.shape[1])
         # Longest chains first: each step's rows are then a prefix of the previous step's.
         ends_P = (counted_PS * (steps_S + 1)).amax(1)
         lengths_P, order_P = ends_P.sort(descending=True, stable=True)

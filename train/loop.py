@@ -184,6 +184,7 @@ class Trainer:
         A mean of micro-batch means would depend on how the window is cut into micro-batches.
         """
         accelerator, world = self.accelerator, self.world
+        self.objective.done = self.progress.step / self.num_steps
         count = sum(self.objective.num_supervised(batch) for batch in window)
         total = torch.tensor(count, device=accelerator.device)
         total = accelerator.reduce(total, "sum").clamp_min(1)

@@ -142,13 +142,19 @@ class UnrolledConfig(DivergenceConfig):
     """Draft tokens trained per chain; 7 in the authors' code."""
     step_decay: float = 0.8
     """The loss of draft token i (from 0) is multiplied by step_decay ** i."""
+    curriculum_steps: int = 0
+    """Draft tokens trained per chain at first, which costs less; 0: num_steps from the start."""
+    curriculum_share: float = 0.7
+    """Share of the run with curriculum_steps; num_steps follow."""
     rows: Literal["turn", "speculators", "specforge", "official"] = "turn"
     """Rows t that count at step i. turn: x_{t+1} .. x_{t+2+i} are in one assistant turn.
     speculators: x_{t+1+i} is an assistant token; specforge and official (EAGLE-3's authors):
     x_{t+i} is one."""
 
     def __post_init__(self) -> None:
-        check_ranges(self, {"num_steps": "[1, inf)", "step_decay": "(0, 1]"}, "model.")
+        ranges = {"num_steps": "[1, inf)", "step_decay": "(0, 1]", "curriculum_share": "[0, 1]"}
+        ranges["curriculum_steps"] = f"[0, {self.num_steps}]"
+        check_ranges(self, ranges, "model.")
 
 
 @dataclass(frozen=True, kw_only=True)

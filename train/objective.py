@@ -117,6 +117,8 @@ class DraftObjective(nn.Module, ABC, Generic[C]):
     draft: Draft
     card: Callable[[Values], str] | None = None
     """Creates a checkpoint's README.md from its config.json."""
+    done: float = 1.0
+    """Share of the run's optimizer steps that is done. The training loop sets it."""
     features: Features | None = None
     """Hidden states computed earlier or elsewhere; the target then needs no layers."""
 
@@ -402,7 +404,7 @@ class ChainObjective(DraftObjective[C]):
             step_M: each row's step, on the host.
             counts_S: rows in each step, on the host.
         """
-        zeros_S, step_M = result.loss.new_zeros(self.num_steps), put(step_M, result.loss)
+        zeros_S, step_M = result.loss.new_zeros(len(counts_S)), put(step_M, result.loss)
         sums_S = {
             "count": counts_S,
             "acceptance": zeros_S.index_add(0, step_M, result.acceptance_M),
@@ -416,7 +418,8 @@ class ChainObjective(DraftObjective[C]):
     def summarize(self, sums: dict[str, float]) -> dict[str, float]:
         """Return each draft token's rates (given that earlier ones accept) and tokens per round."""
         metrics = {"loss": sums["loss"] / max(sums["count"], 1)}
-        steps = range(1, self.num_steps + 1)
+        # Training may have had shorter chains.
+        steps = [step for step in range(1, self.num_steps + 1) if f"count_{step}" in sums]
         if self.draft_vocab_size:
             rows = sum(sums[f"count_{step}"] for step in steps)
             metrics["mass_outside"] = sums["mass_outside"] / max(rows, 1)

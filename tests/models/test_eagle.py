@@ -191,6 +191,14 @@ def test_muon_takes_the_maps_between_hidden_states(world, tmp_path, method):
     assert names == expected | features
 
 
+def test_the_loop_ends_a_curriculum(world, tmp_path):
+    chains = {"num_steps": 3, "curriculum_steps": 1, "curriculum_share": 0.5}
+    changes = {f"model__{name}": value for name, value in chains.items()}
+    trainer = world.trainer("eagle3", tmp_path, max_steps=4, **changes)
+    metrics = [trainer.optimize([batch_of(trainer, 4)]) for _ in range(4)]
+    assert ["agreement_2" in entry for entry in metrics] == [False, False, True, True]
+
+
 def test_a_handful_of_conversations_is_learned_by_heart(world, tmp_path):
     trainer = world.trainer("eagle", tmp_path, model__noise=0, **BY_HEART)
     batch = batch_of(trainer, 4)

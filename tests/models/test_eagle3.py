@@ -246,6 +246,30 @@ def test_loss_sums_and_gradients_equal_the_plain_formula(options):
     assert_loss_and_gradients(objective, batch, *plain_loss(objective, batch))
 
 
+def test_a_curriculum_trains_short_chains_first_and_evaluates_whole_ones():
+    batch, generator = make_batch(MASKS), torch.Generator()
+    short, whole = make_objective(num_steps=2), make_objective(num_steps=4)
+    both = make_objective(num_steps=4, curriculum_steps=2, curriculum_share=0.5)
+    for other in (short, whole):
+        other.load_state_dict(both.state_dict())
+    for done, equal in ((0.0, short), (0.49, short), (0.5, whole)):
+        both.done = done
+        expected, output = equal(batch, generator), both(batch, generator)
+        assert output.loss == expected.loss
+        assert output.sums == expected.sums
+        sums = {"loss": float(output.loss.detach()), "count": float(output.counted)}
+        metrics = both.summarize(sums | {name: float(x) for name, x in output.sums.items()})
+        assert ("agreement_3" in metrics) == (equal is whole)
+    both.done = 0.0
+    with torch.no_grad():
+        assert both(batch, generator).sums == whole(batch, generator).sums
+
+
+def test_a_curriculum_of_longer_chains_than_the_others_is_refused():
+    with pytest.raises(ValueError, match=r"model.curriculum_steps: 5; give .* at most 4"):
+        make_objective(num_steps=4, curriculum_steps=5)
+
+
 def test_a_step_that_attends_to_no_draft_token_of_its_own_row_is_another_function(monkeypatch):
     """Known-bad: causal attention to step 0 alone, as if draft tokens left no keys."""
     objective, batch = make_objective(), make_batch(MASKS)
