@@ -41,15 +41,19 @@ EVERY = {
     "save_every_steps": 200,
     "keep_checkpoints": 1,
 }
+# What configs/spd/quickstart.yaml was when the curves of its runs were drawn.
+PLAIN: dict[str, object] = {"model.start": "deepest", "model.feature_weight": 0, "optim.lr": 3e-3}
 # Settings for the quickstart's own run, and for trials of its recipe
 # (docs/lab/training_trials.md). Trials 1 to 4 read stored states.
 SPARSE: dict[str, object] = {
+    **PLAIN,
     "log_every_steps": 10,
     "evaluation.decode_prompts": 8,
     "evaluation.every_steps": 0,
     "max_steps": 1200,
 }
 TRIAL: dict[str, object] = {
+    **PLAIN,
     "log_every_steps": 50,
     "evaluation.decode_prompts": 0,
     "evaluation.every_steps": 0,
@@ -63,7 +67,7 @@ RUNS: dict[str, tuple[str, dict[str, object]]] = {
     "flexspec_0": ("flexspec/tiny", {"max_steps": 120}),
     "eagle3_0": ("eagle/tiny_eagle3", {"max_steps": 120, "batch_tokens": 512}),
     "dspark_0": ("dspark/tiny", {"max_steps": 60}),
-    "spd_1": ("spd/quickstart", {"max_steps": 200, "seed": 1, "batch_tokens": 512}),
+    "spd_1": ("spd/quickstart", {**PLAIN, "max_steps": 200, "seed": 1, "batch_tokens": 512}),
     "eagle3_1": (
         "eagle/tiny_eagle3",
         {"max_steps": 150, "seed": 1, "model.num_steps": 3, "batch_tokens": 512},
@@ -72,12 +76,12 @@ RUNS: dict[str, tuple[str, dict[str, object]]] = {
     "ppsd_1": ("ppsd/tiny_n4", {"max_steps": 80, "seed": 1, "batch_tokens": 2048}),
     "mtp_1": ("mtp/tiny", {"max_steps": 100, "seed": 1, "model.num_steps": 1}),
     "dflash_0": ("dflash/tiny", {"max_steps": 100}),
-    "spd_2": ("spd/quickstart", {"max_steps": 150, "seed": 2, "model.start": "ridge"}),
+    "spd_2": ("spd/quickstart", {**PLAIN, "max_steps": 150, "seed": 2, "model.start": "ridge"}),
     "eagle3_2": ("eagle/tiny_eagle3", {"max_steps": 60, "seed": 2}),
     "spd_n8": ("spd/tiny_n8", {"max_steps": 100}),
     "spd_0": (
         "spd/quickstart",
-        {"max_steps": 600, "evaluation.every_steps": 150, "evaluation.decode_prompts": 24},
+        {**PLAIN, "max_steps": 600, "evaluation.every_steps": 150, "evaluation.decode_prompts": 24},
     ),
     "spd_quickstart": ("spd/quickstart", {**SPARSE, "seed": 42, "evaluation.every_steps": 600}),
     "spd_ridge": ("spd/quickstart", {**SPARSE, "model.start": "ridge", "batch_tokens": 512}),
