@@ -51,7 +51,7 @@ from pipedraft.train.batch import Batch
 from pipedraft.train.config import OptimConfig, parse_run
 from pipedraft.train.decoding import first_turns
 from pipedraft.train.launch import make_optimizers, rate_factor
-from pipedraft.train.methods import methods
+from pipedraft.train.methods import Eagle3TrainConfig, methods
 from pipedraft.train.position import Cut, batches_left
 from pipedraft.train.run import build_trainer
 
@@ -81,12 +81,14 @@ class Recipe:
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(name="muon", lr=3e-3))
     optimizers: Callable[[nn.Module], list[Optimizer]] | None = None
     """The package's own; None: pipedraft's, by ``optim``."""
-    tokens: int = 1024
+    tokens: int = 512
     """Padded tokens in a pass; 0: one conversation."""
     passes: int = 1
     """Passes per optimizer step."""
     steps: int = 7
     """Draft tokens per chain."""
+    first_steps: int = 3
+    """Draft tokens per chain in the first part of the budget; 0: ``steps`` from the start."""
     decay: float = 0.8
     """Draft token i, from 0, has weight ``decay ** i``."""
 
@@ -106,14 +108,17 @@ SPECFORGE = Recipe(
         lr=1e-4, betas=(0.9, 0.999), clip_norm=0.5, schedule="cosine", warmup_fraction=0.015
     ),
     tokens=0,
+    first_steps=0,
 )
 # speculators packs 8,192 tokens per step. Eight passes of separate conversations have the same
 # gradient.
 SPECULATORS = Recipe(
     optim=OptimConfig(warmup_fraction=0.01),
     optimizers=by_speculators,
+    tokens=1024,
     passes=8,
     steps=3,
+    first_steps=0,
     decay=1.0,
 )
 ENTRANTS = {
@@ -220,11 +225,13 @@ def train_peer(model: Any, trainer: Any, entrant: Entrant, budget: Budget) -> tu
             for group, peak in zip(optimizer.param_groups, rates, strict=True):
                 done = min(PARTS, round(budget.share * PARTS))
                 group["lr"] = peak * rate_factor(done, PARTS, recipe.optim)
+        is_first = budget.share < Eagle3TrainConfig.curriculum_share
+        num_drafted = (recipe.first_steps if is_first else 0) or recipe.steps
         window = [next(batches) for _ in range(recipe.passes)]
         counted = sum(int(batch.mask_BT.sum()) for batch in window)
         for batch in window:
             with torch.autocast("cpu", torch.bfloat16, enabled=is_bf16):
-                loss = loss_of(model, target, batch, steps=recipe.steps, decay=recipe.decay)
+                loss = loss_of(model, target, batch, steps=num_drafted, decay=recipe.decay)
             backward(loss / counted)
         torch.nn.utils.clip_grad_norm_(trained, recipe.optim.clip_norm)
         step(optimizers)

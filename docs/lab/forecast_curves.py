@@ -59,13 +59,14 @@ TRIAL: dict[str, object] = {
     "evaluation.every_steps": 0,
     "evaluation.max_rows": 94,
 }
+WHOLE: dict[str, object] = {"batch_tokens": 1024, "model.curriculum_steps": 0}
 HALF: dict[str, object] = {"max_steps": 600, "batch_tokens": 512, "model.start": "ridge"}
 RUNS: dict[str, tuple[str, dict[str, object]]] = {
     "eagle_0": ("eagle/tiny_eagle", {"max_steps": 150}),
     "ppsd_0": ("ppsd/tiny_n4", {"max_steps": 200}),
     "mtp_0": ("mtp/tiny", {"max_steps": 100}),
     "flexspec_0": ("flexspec/tiny", {"max_steps": 120}),
-    "eagle3_0": ("eagle/tiny_eagle3", {"max_steps": 120, "batch_tokens": 512}),
+    "eagle3_0": ("eagle/tiny_eagle3", {**WHOLE, "max_steps": 120, "batch_tokens": 512}),
     "dspark_0": ("dspark/tiny", {"max_steps": 60}),
     "spd_1": ("spd/quickstart", {**PLAIN, "max_steps": 200, "seed": 1, "batch_tokens": 512}),
     "eagle3_1": (
@@ -77,7 +78,7 @@ RUNS: dict[str, tuple[str, dict[str, object]]] = {
     "mtp_1": ("mtp/tiny", {"max_steps": 100, "seed": 1, "model.num_steps": 1}),
     "dflash_0": ("dflash/tiny", {"max_steps": 100}),
     "spd_2": ("spd/quickstart", {**PLAIN, "max_steps": 150, "seed": 2, "model.start": "ridge"}),
-    "eagle3_2": ("eagle/tiny_eagle3", {"max_steps": 60, "seed": 2}),
+    "eagle3_2": ("eagle/tiny_eagle3", {**WHOLE, "max_steps": 60, "seed": 2}),
     "spd_n8": ("spd/tiny_n8", {"max_steps": 100}),
     "spd_0": (
         "spd/quickstart",
