@@ -33,7 +33,7 @@ EVALUATION_RANGES = {
 SPLIT_STEPS = 50
 """Shorter runs take seconds to minutes, and have their evaluation at the end."""
 RUN_RANGES = {
-    **dict.fromkeys(("batch_tokens", "accumulation", "batch_group"), COUNT),
+    **dict.fromkeys(("batch_tokens", "accumulation", "batch_group", "reuse"), COUNT),
     "max_steps": f"{COUNT}, or leave it out to use epochs",
     **dict.fromkeys(("save_every_steps", "keep_checkpoints", "log_every_steps"), COUNT),
     **dict.fromkeys(("epochs", "max_minutes", "peak_tflops"), "(0, 1e9]"),
@@ -143,6 +143,9 @@ class RunConfig:
     """Use less memory but more time: compute the draft's layers again in backward."""
     accumulation: int = 1
     """Forward passes per optimizer step; the loss is the mean over all their supervised tokens."""
+    reuse: int = 1
+    """Optimizer steps with each batch for one pass of the target, within 64 batches, whose hidden
+    states stay in memory. An epoch then has so many times the steps."""
     epochs: float = 1.0
     """Passes over the training rows; max_steps takes precedence."""
     max_steps: int | None = None
@@ -181,6 +184,9 @@ class RunConfig:
             raise UsageError(
                 f"wandb_artifact: true, but trackers are {self.trackers}; give --trackers [wandb]"
             )
+        if self.reuse > 1 and (self.shard_target or self.features):
+            name = "shard_target" if self.shard_target else "features"
+            raise UsageError(f"reuse: {self.reuse} with {name}; give one of them")
         if self.output_dir == Path():
             raise UsageError("output_dir: '.' holds other things; name one, for example out/spd")
 

@@ -45,6 +45,7 @@ from .log import (
 from .objective import DraftObjective, LossOutput
 from .position import Cut, DonePart, batches_left
 from .record import Change, Identity, check_record
+from .reuse import KeptStates
 from .screen import RunFacts, Screen
 
 STATE = "training_state"
@@ -82,7 +83,8 @@ class Trainer:
         self.progress = Progress()
         self.lengths = row_lengths(data.train)
         group = config.batch_group or self.world
-        self.progress.cut = Cut(config.batch_tokens, config.packing, group)
+        self.progress.cut = Cut(config.batch_tokens, config.packing, group, config.reuse)
+        self.kept = KeptStates(config.reuse)
         if group % self.world:
             raise ValueError(
                 f"batch_group: {config.batch_group} with {self.world} processes; give a multiple "
@@ -241,6 +243,9 @@ class Trainer:
         losses: list[Tensor] = []
         for index, batch in enumerate(window):
             self._wait_for_features(batch)
+            if self.config.reuse > 1:
+                with accelerator.autocast():
+                    batch = self.kept.attach(batch, self.objective.hidden)
             generator = self.generator(self.progress.step, index * self.world + self.rank)
             # Processes exchange gradients only in a window's last backward pass.
             is_last = index == len(window) - 1

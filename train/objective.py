@@ -228,9 +228,11 @@ class DraftObjective(nn.Module, ABC, Generic[C]):
     def hidden(self, batch: Batch) -> dict[int, Tensor]:
         """Return raw hidden states [B, T, H] for the draft's layers and the target's last layer.
 
-        The teacher reads the last layer. The target computes the states, unless ``features`` has
-        them stored.
+        The teacher reads the last layer. The target computes the states, unless the batch has them
+        or ``features`` has them stored.
         """
+        if batch.features:
+            return batch.features
         ids_BT, layers = batch.ids_BT, {*self.draft.taps, self.num_target_layers}
         if self.features is None:
             return capture_hidden(self.target, ids_BT, layers, batch.documents)

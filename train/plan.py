@@ -35,6 +35,7 @@ from .log import flop_counter
 from .loop import EVALUATED_ROWS
 from .methods import StartConfig
 from .objective import DraftObjective
+from .reuse import WINDOW
 
 
 class LiveBytes(TorchDispatchMode):
@@ -180,7 +181,7 @@ class Plan:
             evaluation_bytes=self._peak(
                 objective.eval(), memory, min(EVALUATED_ROWS, rows), trains=False
             ),
-            flops=flops + self.decoder_flops(),
+            flops=flops + self.decoder_flops() / self.run.reuse,
         )
 
     def make_objective(self, target: PreTrainedModel, memory: LiveBytes) -> DraftObjective:
@@ -282,13 +283,18 @@ class Plan:
         layers = sizes.target_layers * bits / 8 / (processes if run.shard_target else 1)
         gradients = 4.0 * sizes.trained / apart
         kept = gradients if run.accumulation > 1 else 0.0
+        states = 0.0
+        if run.reuse > 1:
+            num_layers = len({*self.draft.taps, self.config.num_hidden_layers})
+            row_bytes = num_layers * self.config.hidden_size * self.dtype.itemsize
+            states = WINDOW * run.batch_tokens * row_bytes
         return {
             "target": layers + sizes.target_ends * self.dtype.itemsize,
             "draft": 4.0 * sizes.draft / whole_apart,
             "gradients": gradients * (1 + buckets),
             "optimizer": 8.0 * sizes.trained / apart,
             # A step's bytes include the gradients, which have their own part above.
-            "batch": max(sizes.step_bytes + kept, sizes.evaluation_bytes) - gradients,
+            "batch": max(sizes.step_bytes + kept, sizes.evaluation_bytes) - gradients + states,
         }
 
     def lines(self) -> Iterator[str]:

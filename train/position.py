@@ -7,6 +7,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from ..data_recipes.batch import length_bucketed_batches, packed_batches
+from .reuse import repeat_windows
 
 
 @dataclass(frozen=True)
@@ -16,6 +17,7 @@ class Cut:
     batch_tokens: Annotated[int, Meta(ge=0)] = 0
     packing: bool = False
     group: Annotated[int, Meta(ge=1)] = 1
+    reuse: Annotated[int, Meta(ge=1)] = 1
 
 
 @dataclass(frozen=True)
@@ -47,4 +49,5 @@ def _batches(
     make = packed_batches if cut.packing else length_bucketed_batches
     sizes = lengths if len(rows) == len(lengths) else [lengths[row] for row in rows]
     found = make(sizes, cut.batch_tokens, seed, epoch, cut.group)
-    return [[rows[place] for place in batch] for batch in found]
+    batches = [[rows[place] for place in batch] for batch in found]
+    return repeat_windows(batches, cut.reuse, cut.group, seed, epoch)
