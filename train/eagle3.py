@@ -86,7 +86,7 @@ class UnrolledObjective(ChainObjective[UnrolledC]):
         """Return bool [P, S] on the host, True where step i of those at present counts at a row."""
         config, num_steps = self.config, self.num_steps
         if torch.is_grad_enabled() and self.done < config.curriculum_share:
-            num_steps = config.curriculum_steps or num_steps
+            num_steps = min(config.curriculum_steps or num_steps, num_steps)
         return counted_steps(batch, num_steps, config.rows).flatten(0, 1)
 
     def num_supervised(self, batch: Batch) -> int:

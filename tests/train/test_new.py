@@ -188,7 +188,7 @@ def test_a_recipe_takes_what_saves_memory_in_order(qwen3, monkeypatch):
     recipe = {"method": Chosen("eagle3"), "target": Chosen(str(qwen3)), "output_dir": Chosen("x")}
     recipe |= {"data.sources": Chosen([{"path": "x"}]), "precision": Chosen("bf16")}
     recipe |= make_recipe(SIZES[0], "eagle3", None, vocab_size=300)
-    recipe["model.num_steps"] = Chosen(1)
+    recipe |= {"model.num_steps": Chosen(1), "batch_tokens": Chosen(1024)}
     machine = Machine("two", 2, 1e12, True, 1e12, 1e12, 1e12)
     found, settings = fit(recipe, machine), list[dict[str, object]]()
     while True:
