@@ -316,14 +316,13 @@ class TrainingState:
             name, _, key = full_name.rpartition(":")
             states.setdefault(name, {})[key] = value
         names = {parameter: name for name, parameter in self._parameters().items()}
-        for optimizer in self.optimizers:
+        for kind, optimizer in zip(self._optimizer_names(), self.optimizers, strict=True):
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
             state = {}
             for index, parameter in enumerate(parameters):
                 found = states.pop(names[parameter], {})
                 if found:
-                    is_muon = type(getattr(optimizer, "optimizer", optimizer)) is torch.optim.Muon
-                    if is_muon != ("momentum_buffer" in found):
+                    if (kind == "Muon") != ("momentum_buffer" in found):
                         raise ValueError(f"{names[parameter]} had another optimizer then")
                     state[index] = _as_parts_of(parameter, names[parameter], found)
             groups = optimizer.state_dict()["param_groups"]

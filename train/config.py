@@ -58,7 +58,7 @@ class OptimConfig:
     schedule: Literal["linear", "cosine", "constant"] = "linear"
     """Shape of the learning rate after the warm-up."""
     warmup_fraction: float = 0.03
-    """Share of all optimizer steps in which the rate rises linearly from 0."""
+    """Share of all optimizer steps before the peak; the rate rises linearly from 0 there."""
     final_fraction: float = 0.0
     """Final learning rate as a fraction of the peak, reached one step after the last."""
 
@@ -144,8 +144,8 @@ class RunConfig:
     accumulation: int = 1
     """Forward passes per optimizer step; the loss is the mean over all their supervised tokens."""
     reuse: int = 1
-    """Optimizer steps with each batch for one pass of the target, within 64 batches, whose hidden
-    states stay in memory. An epoch then has so many times the steps."""
+    """Optimizer steps with each batch for one pass of the target. The hidden states of 64 batches
+    stay in memory for it. An epoch then has so many times the steps."""
     epochs: float = 1.0
     """Passes over the training rows; max_steps takes precedence."""
     max_steps: int | None = None
@@ -186,7 +186,7 @@ class RunConfig:
             )
         if self.reuse > 1 and (self.shard_target or self.features):
             name = "shard_target" if self.shard_target else "features"
-            raise UsageError(f"reuse: {self.reuse} with {name}; give one of them")
+            raise UsageError(f"reuse: {self.reuse} with {name}; give reuse 1, or leave {name} out")
         if self.output_dir == Path():
             raise UsageError("output_dir: '.' holds other things; name one, for example out/spd")
 

@@ -45,8 +45,8 @@ def counted_steps(batch: Batch | Mapping[str, Tensor], num_steps: int, rows: str
 
     A document has the same supervised rows alone, padded or packed. A row's target distribution
     comes from the row's own document. SpecForge and the authors' code clear the mask of a
-    document's last token. speculators keeps it: there a row that feeds this token learns what the
-    target predicts behind the text.
+    document's last token. speculators keeps it: a row with this token as input then learns the
+    target's prediction after the text.
 
     Args:
         batch: or tensors by name, as ``Batch.of`` takes them, to compare with a peer's rows.
@@ -70,7 +70,7 @@ class UnrolledObjective(ChainObjective[UnrolledC]):
 
     The training loop divides by the number of rows at step 0 (``num_supervised``). So a sequence
     weighs as much as for any other head. Later steps have fewer rows and weigh less. The paper's
-    loss is the cross-entropy, which differs from KL by a constant, the target's entropy.
+    loss is the cross-entropy: KL plus a constant, the target's entropy.
 
     With ``curriculum_steps``, a run's first part trains shorter chains. Evaluations never do.
     """

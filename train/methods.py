@@ -6,7 +6,7 @@ No torch: commands check their options before importing it.
 from dataclasses import dataclass
 from typing import Literal
 
-from ..errors import check_ranges
+from ..errors import UsageError, check_ranges
 from ..models.heads.configs import (
     DFlashConfig,
     DSparkConfig,
@@ -153,9 +153,14 @@ class UnrolledConfig(DivergenceConfig):
     x_{t+i} is one."""
 
     def __post_init__(self) -> None:
-        ranges = {"num_steps": "[1, inf)", "step_decay": "(0, 1]", "curriculum_share": "[0, 1]"}
-        ranges["curriculum_steps"] = "[0, inf)"
+        ranges = {"num_steps": "[1, inf)", "step_decay": "(0, 1]"}
+        ranges |= {"curriculum_steps": "[0, inf)", "curriculum_share": "[0, 1]"}
         check_ranges(self, ranges, "model.")
+        share = self.curriculum_share
+        if not self.curriculum_steps and share != UnrolledConfig.curriculum_share:
+            raise UsageError(
+                f"model.curriculum_share: {share} without model.curriculum_steps; give both"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

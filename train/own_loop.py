@@ -47,12 +47,16 @@ class NewHead:
         for chosen in batches_left(row_lengths(rows), self.seed, epoch, Cut(tokens, packing), []):
             yield Batch.of_rows(rows, chosen, self.pad_id, packing=packing).to(device)
 
-    def loss(self, batch: Batch, generator: torch.Generator | None = None) -> Tensor:
+    def loss(
+        self, batch: Batch, generator: torch.Generator | None = None, *, done: float = 1.0
+    ) -> Tensor:
         """Return the mean loss per supervised token, a differentiable scalar.
 
         Args:
             generator: None: the head's own, which gives other numbers in each call.
+            done: share of the run that is done, 0 to 1, for ``curriculum_steps``.
         """
+        self.objective.done = done
         output = self.objective(batch, generator or self.generator)
         return output.loss / output.counted.clamp_min(1)
 

@@ -41,8 +41,15 @@ EVERY = {
     "save_every_steps": 200,
     "keep_checkpoints": 1,
 }
-# What configs/spd/quickstart.yaml was when the curves of its runs were drawn.
-PLAIN: dict[str, object] = {"model.start": "deepest", "model.feature_weight": 0, "optim.lr": 3e-3}
+# The two recipes as they were when the curves were drawn: configs/spd/quickstart.yaml and
+# configs/eagle/tiny_eagle3.yaml.
+PLAIN: dict[str, object] = {
+    "model.start": "deepest",
+    "model.feature_weight": 0,
+    "optim.lr": 3e-3,
+    "reuse": 1,
+}
+WHOLE: dict[str, object] = {"batch_tokens": 1024, "model.curriculum_steps": 0}
 # Settings for the quickstart's own run, and for trials of its recipe
 # (docs/lab/training_trials.md). Trials 1 to 4 read stored states.
 SPARSE: dict[str, object] = {
@@ -59,7 +66,6 @@ TRIAL: dict[str, object] = {
     "evaluation.every_steps": 0,
     "evaluation.max_rows": 94,
 }
-WHOLE: dict[str, object] = {"batch_tokens": 1024, "model.curriculum_steps": 0}
 HALF: dict[str, object] = {"max_steps": 600, "batch_tokens": 512, "model.start": "ridge"}
 RUNS: dict[str, tuple[str, dict[str, object]]] = {
     "eagle_0": ("eagle/tiny_eagle", {"max_steps": 150}),

@@ -191,6 +191,14 @@ def test_muon_takes_the_maps_between_hidden_states(world, tmp_path, method):
     assert names == expected | features
 
 
+def test_another_optimizers_moments_are_refused(world, tmp_path):
+    trainer = world.trainer("spd", tmp_path, optim__name="muon")
+    name = "draft.projections.0.weight"
+    moments = {f"{name}:exp_avg": torch.zeros(1)}
+    with pytest.raises(ValueError, match=f"{name} had another optimizer then"):
+        trainer.state._load_moments(moments)
+
+
 def test_the_loop_ends_a_curriculum(world, tmp_path):
     chains = {"num_steps": 3, "curriculum_steps": 1, "curriculum_share": 0.5}
     changes = {f"model__{name}": value for name, value in chains.items()}

@@ -2,6 +2,7 @@
 
 import json
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,6 +25,8 @@ from pipedraft.models.target import capture_hidden
 from pipedraft.train.batch import Batch
 from pipedraft.train.eagle3 import Eagle3Objective, chain_lengths, counted_steps
 from pipedraft.train.methods import Eagle3TrainConfig
+from pipedraft.train.objective import feature_gap
+from pipedraft.train.own_loop import NewHead
 
 torch.set_num_threads(1)
 
@@ -260,9 +263,28 @@ def test_a_curriculum_trains_short_chains_first_and_evaluates_whole_ones():
         sums = {"loss": float(output.loss.detach()), "count": float(output.counted)}
         metrics = both.summarize(sums | {name: float(x) for name, x in output.sums.items()})
         assert ("agreement_3" in metrics) == (equal is whole)
+    own = NewHead(both, SimpleNamespace(), 0)
+    for done, equal in ((0.0, short), (1.0, whole)):
+        expected = equal(batch, generator)
+        assert own.loss(batch, done=done) == expected.loss / expected.counted
     both.done = 0.0
     with torch.no_grad():
         assert both(batch, generator).sums == whole(batch, generator).sums
+
+
+def test_a_share_without_a_curriculum_is_refused():
+    with pytest.raises(ValueError, match=r"model.curriculum_share: 0.5 without .*; give both"):
+        make_objective(curriculum_share=0.5)
+
+
+def test_another_distance_to_the_target_is_noticed(monkeypatch):
+    """Known-bad: a row compared with the next row's target."""
+    objective, batch = make_objective(feature_weight=3.0), make_batch(MASKS)
+    expected = plain_loss(objective, batch)
+    shifted = lambda h, t, index: feature_gap(h, t.roll(1, 0), index)  # noqa: E731
+    monkeypatch.setattr("pipedraft.train.objective.feature_gap", shifted)
+    with pytest.raises(AssertionError):
+        assert_loss_and_gradients(objective, batch, *expected)
 
 
 def test_a_curriculum_never_makes_chains_longer():

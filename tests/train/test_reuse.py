@@ -2,6 +2,7 @@
 
 import shutil
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -90,6 +91,23 @@ def test_kept_states_train_as_computed_ones(world, tmp_path, monkeypatch, method
     assert num_kept < sum(calls)
 
 
+def test_states_of_another_batch_are_noticed(world, tmp_path, monkeypatch):
+    """Known-bad: one place for all batches, so a batch may get another one's states."""
+    common = {"batch_tokens": 64, "max_steps": 6, "reuse": 3}
+    train(world.arguments("spd", tmp_path / "right", **common), monkeypatch)
+    attach = KeptStates.attach
+
+    def mixed(kept: KeptStates, batch: Batch, compute) -> Batch:
+        states = kept.first = getattr(kept, "first", None) or attach(kept, batch, compute).features
+        fits = states[2].shape[:2] == batch.ids_BT.shape
+        return replace(batch, features=states) if fits else attach(kept, batch, compute)
+
+    monkeypatch.setattr(KeptStates, "attach", mixed)
+    train(world.arguments("spd", tmp_path / "wrong", **common), monkeypatch)
+    with pytest.raises(AssertionError):
+        assert_ends_as(tmp_path / "right", tmp_path / "wrong")
+
+
 def test_a_run_resumes_within_a_window(world, tmp_path, monkeypatch):
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     common = {"reuse": 2, "max_steps": 7, "save_every_steps": 1, "keep_checkpoints": 9}
@@ -105,7 +123,7 @@ def test_a_run_resumes_within_a_window(world, tmp_path, monkeypatch):
 @pytest.mark.parametrize("other", [{"features": "x"}, {"shard_target": "true"}], ids=str)
 def test_reuse_with_states_from_elsewhere_is_refused(world, tmp_path, other):
     (name,) = other
-    with pytest.raises(ValueError, match=f"reuse: 2 with {name}; give one of them"):
+    with pytest.raises(ValueError, match=f"reuse: 2 with {name}; give reuse 1"):
         world.trainer("spd", tmp_path, reuse=2, **other)
 
 
