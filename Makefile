@@ -76,7 +76,8 @@ fuzz: venv
 
 # Two processes of one thread each decode half of the prompts; the third reads both and reports.
 define in_halves
-	$(1) --out $(2) --shard 1/2 > $(2)/first_half.log 2>&1 & half=$$!; \
+	@echo "decoding in two processes: $(1) --out $(2)"
+	@$(1) --out $(2) --shard 1/2 > $(2)/first_half.log 2>&1 & half=$$!; \
 	  $(1) --out $(2) --shard 2/2; status=$$?; \
 	  wait $$half || { cat $(2)/first_half.log; exit 1; }; exit $$status
 	$(1) --out $(2)

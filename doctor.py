@@ -203,7 +203,7 @@ def main() -> None:
     if options.json:
         print(json.dumps([asdict(finding) for finding in found], indent=2))
     else:
-        print(f"{len(found)} checks, {counts['warning']} warnings, {counts['failure']} failures")
+        print(f"checks: {len(found)}, warnings: {counts['warning']}, failures: {counts['failure']}")
     sys.exit(1 if counts["failure"] else 0)
 
 

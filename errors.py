@@ -143,7 +143,8 @@ def did_you_mean(text: str) -> str:
     for part in parts:
         here = Path(place)
         try:
-            names = sorted(entry.name for entry in here.iterdir())
+            # Answers not yet written out are in an .sqlite file, which no option takes.
+            names = sorted(x.name for x in here.iterdir() if x.suffix != ".sqlite")
         except OSError:
             return ""
         near = [part] if part in names else difflib.get_close_matches(part, names, 1, 0.75)

@@ -2,11 +2,23 @@
 
 import os
 import sys
+from contextlib import suppress
+from pathlib import Path
 
 
 def load_average() -> float | None:
-    """Return the machine's load average over one minute, or None on Windows."""
-    return None if sys.platform == "win32" else os.getloadavg()[0]
+    """Return the machine's load average over one minute, or None on Windows.
+
+    The average still counts work that has just ended, such as a training run before an evaluation.
+    So on Linux the result is at most the number of threads that run now.
+    """
+    if sys.platform == "win32":
+        return None
+    average = os.getloadavg()[0]
+    with suppress(OSError, ValueError, IndexError):
+        running = Path("/proc/loadavg").read_text().split()[3].partition("/")[0]
+        return min(average, float(running))
+    return average
 
 
 def is_busy(load: float | None, num_cores: int | None) -> bool:

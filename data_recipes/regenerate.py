@@ -255,7 +255,8 @@ def main() -> None:
     num_before = answers.num_answered + answers.num_failed
     begin = time.monotonic()
     try:
-        with tqdm(total=num_rows, initial=num_before, unit="row", delay=1) as bar:
+        # Rows end in groups, so only the mean pace of the whole run says how long the rest takes.
+        with tqdm(total=num_rows, initial=num_before, unit="row", delay=1, smoothing=0) as bar:
             if source is None:
                 said = ask_itself(answers, options, bar)
             else:

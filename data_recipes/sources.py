@@ -74,8 +74,8 @@ def list_files(source: Source) -> list[Path] | None:
     if path.is_file():
         if _suffix(path) not in allowed:
             raise ValueError(
-                f"sources.path: {source.path!r} has an unknown extension for kind "
-                f"{source.kind!r}; known are {', '.join(allowed)}"
+                f"sources.path: {source.path!r} has an unknown extension; give a file that ends "
+                f"in {', '.join(allowed)}"
             )
         return [path]
     is_file_name = _suffix(path) in ROW_SUFFIXES + TEXT_SUFFIXES

@@ -2,11 +2,12 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import msgspec
 import transformers
@@ -66,7 +67,7 @@ from .tasks import Prompt, encode_turn
 from .traces import WHOLE, TraceFile, Traces
 from .turns import DecodedTurn, any_fits, check_room, evaluate
 
-WARM_UP_TOKENS = 8
+WARM_UP_TOKENS, PROMPTS_TIMED = 8, 4
 LOTS = 1 << 20
 """Room for all sequences: no conversation waits for others."""
 
@@ -215,6 +216,15 @@ def _pool(parts: Sequence[BenchmarkRun]) -> BenchmarkRun:
     )
 
 
+@dataclass(kw_only=True)
+class Decoded:
+    """One method's turns in one repeat, and each process's measurements, by benchmark."""
+
+    traces: TraceFile
+    turns: dict[str, list[DecodedTurn]] = field(default_factory=dict)
+    reports: dict[str, list[ProcessRecord]] = field(default_factory=dict)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
     """Evaluation of several methods on the same target and prompts, in one process."""
@@ -290,8 +300,8 @@ class Evaluation:
             )
             chosen = [m for m in chosen if m.config.schedule.name != AUTOREGRESSIVE]
             baseline_parts: dict[str, BenchmarkRun] = {}
-            for method in (baseline, *chosen):
-                parts = self._decode(method, references, baseline_parts, bar)
+            for method, passes in self._decode([baseline, *chosen], bar):
+                parts = self._check(method, passes, references, baseline_parts)
                 baseline_parts = baseline_parts or parts
                 engine = self._engine(method)
                 for name, part in parts.items():
@@ -315,8 +325,10 @@ class Evaluation:
     def _choose_shape(self, method: EvalMethod) -> Values:
         config = method.config
         room = self._num_positions - config.max_new_tokens
-        firsts = [prompts[0] for prompts in self.benchmarks.values()]
-        prompts = [encode_turn(self.tokenizer, prompt, []) for prompt in firsts]
+        # Some of every benchmark: one prompt's acceptance says little about the others'.
+        firsts = zip_longest(*(some[:PROMPTS_TIMED] for some in self.benchmarks.values()))
+        chosen = [prompt for group in firsts for prompt in group if prompt is not None]
+        prompts = [encode_turn(self.tokenizer, prompt, []) for prompt in chosen]
         prompts = [ids for ids in prompts if len(ids) <= room]
         measured = None
         if prompts and self.traces.shard == WHOLE:  # other shares decode with the same shape
@@ -329,26 +341,24 @@ class Evaluation:
     def _num_positions(self) -> int:
         return context_length(self.target.config)
 
-    def _decode(
+    def _check(
         self,
         method: EvalMethod,
+        passes: Sequence[Decoded],
         references: dict[int, GreedyReference],
         plain: Mapping[str, BenchmarkRun],
-        bar: tqdm,
     ) -> dict[str, BenchmarkRun]:
-        """Decode every benchmark with a method.
+        """Compare a method's outputs with the reference's, and score them.
 
         Args:
+            passes: the method's turns in each repeat.
             plain: the baseline's turns at this temperature, empty for the baseline itself.
         """
-        config = method.config
-        self._warm_up(method, self._num_positions - config.max_new_tokens)
-        engine = self._engine(method)
-        # Run all benchmarks once, then again: a slowing machine then shows between repeats.
-        passes = [self._decode_once(method, engine, index, bar) for index in range(self.repeats)]
+        config, engine = method.config, self._engine(method)
         parts = {}
         for name, prompts in self.benchmarks.items():
-            repeats, reports = zip(*(once[name] for once in passes), strict=True)
+            repeats = [once.turns[name] for once in passes]
+            reports = passes[0].reports[name]
             records = self._with_entropies(repeats[0], method)
             if method.config.schedule.name != AUTOREGRESSIVE:
                 records = [
@@ -383,36 +393,74 @@ class Evaluation:
                 repeats=[records, *repeats[1:]],
                 lossless=check,
                 num_turns=sum(len(prompt.turns) for prompt in prompts),
-                processes=[add_up([report]) for report in reports[0]],
+                processes=[add_up([report]) for report in reports],
             )
         if len(parts) > 1:
             parts[OVERALL] = _pool(list(parts.values()))
         return parts
 
-    def _decode_once(
-        self, method: EvalMethod, engine: Engine, repeat: int, bar: tqdm
-    ) -> dict[str, tuple[list[DecodedTurn], list[ProcessRecord]]]:
-        """Decode every benchmark once. Return its turns, and each process's measurements."""
-        traces = self._open_traces(method, engine, repeat)
-        again = f" repeat {repeat + 1}" if repeat else ""
-        found = {}
-        for name, prompts in self.benchmarks.items():
-            engine.pipeline.clear()
-            batch = None if self.sequences == 1 else self._batch(method)
-            with nullcontext() if batch is None else closing(batch):
-                records = evaluate(
-                    batch or engine,
-                    prompts,
-                    self.tokenizer,
-                    max_prompt_tokens=self._num_positions - method.config.max_new_tokens,
-                    description=f"{_described(method)} {name}{again}",
-                    traces=traces,
-                    bar=bar,
-                )
-            timed = engine.pipeline.reports() if self.sequences == 1 else []
-            reports = [msgspec.convert(report, ProcessRecord) for report in timed]
-            found[name] = records, reports
+    def _decode(
+        self, methods: Sequence[EvalMethod], bar: tqdm
+    ) -> Iterator[tuple[EvalMethod, list[Decoded]]]:
+        """Decode every benchmark with every method, and yield each method's turns by repeat.
+
+        In one process on a CPU, all methods decode a conversation before the next one begins. A
+        machine that changes its pace then slows them all, and the speed-up stays.
+        """
+        is_local = self.connect is LocalPipeline and self.target.device.type == "cpu"
+        if is_local and self.sequences == 1:
+            yield from zip(methods, self._decode_in_turn(methods, bar), strict=True)
+            return
+        for method in methods:
+            (passes,) = self._decode_in_turn([method], bar)
+            yield method, passes
+
+    def _decode_in_turn(self, methods: Sequence[EvalMethod], bar: tqdm) -> list[list[Decoded]]:
+        for method in methods:
+            self._warm_up(method, self._num_positions - method.config.max_new_tokens)
+        engines = [self._engine(method) for method in methods]
+        found: list[list[Decoded]] = [[] for _ in methods]
+        # Run all benchmarks once, then again: a slowing machine then shows between repeats.
+        for repeat in range(self.repeats):
+            for method, engine, passes in zip(methods, engines, found, strict=True):
+                passes.append(Decoded(traces=self._open_traces(method, engine, repeat)))
+            for name, prompts in self.benchmarks.items():
+                for engine in engines:
+                    engine.pipeline.clear()
+                size = len(prompts) if len(methods) == 1 else 1
+                for first in range(0, len(prompts), size):
+                    for method, engine, passes in zip(methods, engines, found, strict=True):
+                        again = f" repeat {repeat + 1}" if repeat else ""
+                        passes[-1].turns.setdefault(name, []).extend(
+                            self._decode_part(
+                                method,
+                                engine,
+                                prompts[first : first + size],
+                                first_index=first,
+                                description=f"{_described(method)} {name}{again}",
+                                traces=passes[-1].traces,
+                                bar=bar,
+                            )
+                        )
+                for engine, passes in zip(engines, found, strict=True):
+                    timed = engine.pipeline.reports() if self.sequences == 1 else []
+                    reports = [msgspec.convert(report, ProcessRecord) for report in timed]
+                    passes[-1].reports[name] = reports
         return found
+
+    def _decode_part(
+        self, method: EvalMethod, engine: Engine, prompts: Sequence[Prompt], **options: Any
+    ) -> list[DecodedTurn]:
+        """Decode conversations with a method. ``options`` are those of ``evaluate``."""
+        batch = None if self.sequences == 1 else self._batch(method)
+        with nullcontext() if batch is None else closing(batch):
+            return evaluate(
+                batch or engine,
+                prompts,
+                self.tokenizer,
+                max_prompt_tokens=self._num_positions - method.config.max_new_tokens,
+                **options,
+            )
 
     def _with_entropies(self, records: list[DecodedTurn], method: EvalMethod) -> list[DecodedTurn]:
         """Add the target's entropies to a method's records, except in autoregressive decoding."""

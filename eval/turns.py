@@ -91,6 +91,7 @@ def evaluate(
     tokenizer: PreTrainedTokenizerBase,
     *,
     max_prompt_tokens: int | None = None,
+    first_index: int = 0,
     description: str = "",
     traces: TraceFile | None = None,
     bar: tqdm | None = None,
@@ -102,6 +103,7 @@ def evaluate(
             left out then, because they depend on the batch.
         max_prompt_tokens: skip a turn with a longer prompt, and the turns after it. ``compare``
             reports how many records are missing.
+        first_index: place of the first prompt in its benchmark.
         description: text to the left of the progress bar.
         traces: file with turns to reuse. New turns are added.
         bar: a whole evaluation's progress bar. None makes a new one.
@@ -115,7 +117,7 @@ def evaluate(
             OpenConversation(
                 (prompt.task, index), prompt, tokenizer, max_prompt_tokens, traces, bar
             )
-            for index, prompt in enumerate(prompts)
+            for index, prompt in enumerate(prompts, first_index)
         ]
         if isinstance(engine, BatchEngine):
             _decode_together(engine, conversations)

@@ -21,8 +21,9 @@ from .sources import default_schedule
 AUTO = TreeShape.parse("auto")
 TIMED_RULES = ("auto", "match", "gumbel")
 """Acceptance rules for trees of any shape."""
-MEASURED_TOKENS = 128
-"""Tokens to decode before a shape is chosen. In fewer, not every shape has its turn."""
+MEASURED_TOKENS, ANSWER_TOKENS = 192, 32
+"""Tokens to decode before a shape is chosen, and per prompt if there are several. In fewer, not
+every shape has its turn."""
 WARM_UP_TOKENS = 8
 
 
@@ -124,13 +125,15 @@ def measure_shape(engine: Engine, prompts: Sequence[list[int]]) -> MeasuredShape
     config = engine.config
     engine.config = replace(config, max_new_tokens=min(WARM_UP_TOKENS, config.max_new_tokens))
     engine.decode(prompts[0])  # first calls allocate memory and choose kernels
-    engine.config, engine.shapes = config, ShapeMeter(in_turn=True)
-    num_tokens = 0
+    most = config.max_new_tokens if len(prompts) == 1 else ANSWER_TOKENS
+    engine.config = replace(config, max_new_tokens=min(most, config.max_new_tokens))
+    engine.shapes, num_tokens = ShapeMeter(in_turn=True), 0
     for turn, prompt in enumerate(cycle(prompts)):
         num_tokens += engine.decode(prompt).num_tokens
         # The second bound: every answer may end at once.
         if num_tokens >= MEASURED_TOKENS or turn >= MEASURED_TOKENS:
             break
+    engine.config = config
     return fastest(engine.shapes)
 
 

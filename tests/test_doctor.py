@@ -60,7 +60,7 @@ def test_a_target_that_is_not_the_one_that_was_shipped_ends_with_status_one(
     with pytest.raises(SystemExit, match="^1$"):
         doctor.main()
     *lines, last = capfd.readouterr().out.splitlines()
-    assert last == f"{len(lines)} checks, 0 warnings, 1 failures"
+    assert last == f"checks: {len(lines)}, warnings: 0, failures: 1"
     (line,) = [line for line in lines if not line.startswith("ok ")]
     fault = "differs" if name == "model.safetensors" else "is missing"
     assert line.startswith("FAILURE  embedded target: ") and f"{name} {fault}" in line

@@ -2,7 +2,7 @@
 
 # B batch, T positions, H hidden, M rows in one step or in all of them, S steps
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields
 from typing import ClassVar, TypeVar
 
@@ -16,11 +16,16 @@ from ..models.heads.eagle3 import Eagle3
 from ..models.heads.mtp import MTP
 from ..models.speed import cpu
 from ..models.transformer.layers import LayerConfig
-from .batch import Batch, put
+from .batch import Batch, pick, put
 from .methods import Eagle3TrainConfig, UnrolledConfig
 from .objective import ChainObjective, LossOutput
+from .ridge import FITTED_ROWS, Ridge
 
 UnrolledC = TypeVar("UnrolledC", bound=UnrolledConfig)
+FUSED_PENALTY, STEP_PENALTY = 1e-4, 0.01
+"""Penalties of the two initial fits."""
+SELF_SCORE = 8.0
+"""Initial attention score of a row for itself; a higher one leaves less attention to learn."""
 
 
 def chain_lengths(mask_BT: Tensor, num_steps: int) -> Tensor:
@@ -82,6 +87,15 @@ class UnrolledObjective(ChainObjective[UnrolledC]):
     def num_steps(self) -> int:
         return self.config.num_steps
 
+    def notes(self) -> Iterator[str]:
+        yield from super().notes()
+        first, share = self.config.curriculum_steps, self.config.curriculum_share
+        if 0 < first < self.num_steps:
+            yield (
+                f"chains of {first} draft tokens in the first {share:.0%} of the steps, then of "
+                f"{self.num_steps}: the loss then sums more terms, and a step takes longer"
+            )
+
     def counted(self, batch: Batch) -> Tensor:
         """Return bool [P, S] on the host, True where step i of those at present counts at a row."""
         config, num_steps = self.config, self.num_steps
@@ -129,6 +143,62 @@ class Eagle3Objective(UnrolledObjective[Eagle3TrainConfig]):
 
     draft_class: ClassVar[type[Draft]] = Eagle3
     draft: Eagle3
+
+    @torch.no_grad()
+    def start_on(self, batches: Iterable[Batch]) -> None:
+        """Fit ``fc`` and attention's values in closed form, by ridge regression.
+
+        With u_t = h_t / rms(h_t), where h_t is the target's state before its final norm:
+
+            fc [h_low; h_mid; h_high]_t = u_t
+            W_o W_v [norm(e_{t+1}); norm(u_t)] = u_{t+1} - u_t
+
+        Some query heads attend to their own row, so the residual stream ends near u_{t+1}, in every
+        step of a chain. Other matrices stay random.
+        """
+        draft, config = self.draft, self.config
+        if config.start != "ridge" or config.init_from is not None or draft.fc.weight.is_meta:
+            return
+        (hidden, num_inputs), place = draft.fc.weight.shape, next(self.target.parameters()).device
+        first = Ridge(num_inputs, hidden, place)
+        second, num_rows = Ridge(2 * hidden, hidden, place), 0
+        scale_H = draft.norm.weight.to(place) if config.norm_output else 1.0
+        for batch in batches:
+            taps, place_BT = self.hidden(batch), batch.places()
+            # The last token of a document has no next one, and padding would be a frequent token.
+            has_next_BT = F.pad(place_BT[:, 1:] == place_BT[:, :-1], (0, 1)) & (place_BT >= 0)
+            next_BT = has_next_BT.roll(1, 1)
+            last_BTH = taps[self.num_target_layers].float()
+            unit_BTH = last_BTH * last_BTH.square().mean(-1, keepdim=True).rsqrt()
+            state_MH = pick(unit_BTH, has_next_BT) * scale_H
+            embedded_MH = draft.embed(pick(batch.ids_BT, next_BT)).float()
+            joined_MH = torch.cat([F.rms_norm(x, (hidden,)) for x in (embedded_MH, state_MH)], -1)
+            first.add(pick(draft.fused(taps), has_next_BT), state_MH)
+            second.add(joined_MH, pick(unit_BTH, next_BT) - state_MH)
+            num_rows += len(state_MH)
+            if num_rows >= FITTED_ROWS:
+                break
+        draft.fc.weight.copy_(first.solve(FUSED_PENALTY).T)
+        attention = draft.midlayer.self_attn
+        size, count = attention.head_size, attention.num_key_value_heads
+        values_KR, output_RH = second.solve_rank(STEP_PENALTY, size * count)
+        # Both factors get the same norm.
+        balance = (values_KR.norm() / output_RH.norm()).sqrt()
+        rank = values_KR.shape[1]
+        attention.v_proj.weight[:rank] = (values_KR / balance).T
+        group = attention.num_heads // count
+        generator = torch.Generator().manual_seed(0)
+        for index in range(count):
+            own = slice(index * size, (index + 1) * size)
+            query = slice(index * group * size, (index * group + 1) * size)
+            part_HR = (output_RH[own] * balance).T
+            attention.o_proj.weight[:, query][:, : part_HR.shape[1]] = part_HR
+            # |P x|^2 / sqrt(D) = SELF_SCORE for a normed embedding x, in expectation.
+            random_DH = torch.randn(size, hidden, generator=generator)
+            random_DH *= (SELF_SCORE / (size**0.5 * hidden)) ** 0.5
+            attention.k_proj.weight[own, :hidden] = random_DH.to(attention.k_proj.weight)
+            attention.q_proj.weight[query] = 0
+            attention.q_proj.weight[query, :hidden] = random_DH.to(attention.q_proj.weight)
 
     @classmethod
     def make_draft(

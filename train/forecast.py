@@ -412,4 +412,4 @@ def told(figures: Values, kind: Kind) -> str:
         )
         if key in figures
     ]
-    return f"forecast, 90 %: {', '.join(parts)}"
+    return f"forecast (with 90 % intervals): {', '.join(parts)}"

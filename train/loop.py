@@ -528,6 +528,7 @@ class Trainer:
             num_steps=num_steps,
             num_valid=len(self.data.valid),
             num_prompts=len(self.prompts),
+            notes=list(self.objective.notes()),
         )
         self.screen.begin(facts, self.progress.step)
         return log

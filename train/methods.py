@@ -167,6 +167,11 @@ class UnrolledConfig(DivergenceConfig):
 class Eagle3TrainConfig(Eagle3Config, UnrolledConfig):
     """EAGLE-3 head and its loss."""
 
+    start: Literal["deepest", "ridge"] = "deepest"
+    """Initial weights. deepest: fc passes the deepest fused state through, and the layer is random.
+    ridge: fc and attention's values have the best linear fit to the target's next state, so even an
+    untrained head continues a text."""
+
     def __post_init__(self) -> None:
         Eagle3Config.__post_init__(self)
         UnrolledConfig.__post_init__(self)

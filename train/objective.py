@@ -3,7 +3,7 @@
 # B batch, T positions, P = B T, M labeled rows, L distinct labels, H hidden, S steps
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
@@ -310,6 +310,14 @@ class DraftObjective(nn.Module, ABC, Generic[C]):
     def num_supervised(self, batch: Batch) -> int:
         """Return the number of tokens ``forward`` will count. Only the host works for it."""
         return int(labeled_rows(batch).sum())
+
+    def notes(self) -> Iterator[str]:
+        """Yield lines that explain a run's table of losses."""
+        if self.feature_weight:
+            yield (
+                f"the table's loss includes {self.feature_weight:g} times a regression "
+                "(model.feature_weight); the held-out loss is without it, so it is lower"
+            )
 
     def start_on(self, batches: Iterable[Batch]) -> None:
         """Fit initial weights from training batches, which are made on demand."""

@@ -2,6 +2,7 @@
 
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,6 +49,8 @@ class RunFacts:
     """Validation rows in the data."""
     num_prompts: int
     """Prompts decoded in every evaluation."""
+    notes: Sequence[str]
+    """Lines that explain the table."""
 
     @property
     def evaluations(self) -> str:
@@ -85,6 +88,8 @@ class Screen:
             f"{config.optim.name}, lr {config.optim.lr:g}; {run.evaluations}\n"
             f"into {config.output_dir}: metrics.jsonl, best/, checkpoints/"
         )
+        for note in run.notes:
+            self.say(note)
         self.num_steps = run.num_steps
         self._timed_from, self._timed_at = step, time.monotonic()
 
@@ -139,7 +144,8 @@ class Screen:
             self.say(f"stopped at step {progress.step} of {self.num_steps}: {stop.reason}")
         if progress.best_step:
             found = figures(progress.best_metrics) or "no held-out rows to choose by"
-            self.say(f"best: step {progress.best_step}, {found}: {folder / 'best'}")
+            chosen = f" by {progress.best_by}" * bool(progress.best_by)
+            self.say(f"best: step {progress.best_step}{chosen}, {found}: {folder / 'best'}")
         # An interrupted run is not ready for the next commands.
         if stop is not None and GO_ON in stop.reason:
             return

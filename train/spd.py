@@ -14,11 +14,10 @@ from ..models.transformer.decoder import embed
 from .batch import Batch, pick, put
 from .methods import SPDTrainConfig
 from .objective import LossOutput, StagedObjective, labeled_rows
+from .ridge import FITTED_ROWS, Ridge
 
 # B batch, T positions, P = B T, H hidden, M labeled rows
 
-RIDGE_ROWS = 40_000
-"""Tokens used for the initial fit; twice as many changed nothing."""
 RIDGE = 0.03
 """Fit penalty as a share of the mean squared embedding entry."""
 
@@ -73,27 +72,20 @@ class SPDObjective(StagedObjective[SPDTrainConfig]):
             return
         hidden, last = weight_HH.shape[0], self.num_target_layers
         decoder = self.target.get_decoder()
-        place = next(self.target.parameters()).device  # the head follows in Trainer
-        # In float64: normal equations square the condition number.
-        gram_HH = torch.zeros(hidden, hidden, dtype=torch.float64, device=place)
-        cross_HH, num_rows = torch.zeros_like(gram_HH), 0
+        # The head follows the target to its device in Trainer.
+        fit, num_rows = Ridge(hidden, hidden, next(self.target.parameters()).device), 0
         for batch in batches:
             # Padding would enter the fit as a frequent token.
             is_token_BT = batch.places() >= 0
             states_PH = pick(self.hidden(batch)[last], is_token_BT).double()
             ids_P = pick(batch.ids_BT, is_token_BT)
-            embedded_PH = embed(decoder.embed_tokens, decoder.config, ids_P).double()
-            target_PH = states_PH / states_PH.square().mean(-1, keepdim=True).sqrt()
-            gram_HH += embedded_PH.T @ embedded_PH
-            cross_HH += embedded_PH.T @ target_PH
+            embedded_PH = embed(decoder.embed_tokens, decoder.config, ids_P)
+            fit.add(embedded_PH, states_PH / states_PH.square().mean(-1, keepdim=True).sqrt())
             num_rows += len(embedded_PH)
-            if num_rows >= RIDGE_ROWS:
+            if num_rows >= FITTED_ROWS:
                 break
-        # Relative to the mean square, so that RIDGE fits any embedding scale and number of rows.
-        penalty = RIDGE * gram_HH.diagonal().mean()
-        gram_HH.diagonal().add_(penalty)
         # The solution maps rows, [in, out]; nn.Linear stores [out, in].
-        weight_HH.copy_(torch.linalg.solve(gram_HH, cross_HH).T)
+        weight_HH.copy_(fit.solve(RIDGE).T)
 
     def forward(
         self,

@@ -185,8 +185,9 @@ def load_head(folder: Path, layout: str, kinds: Sequence[str]) -> tuple[Draft, D
     if kind not in kinds:
         known = " and ".join(", ".join(kinds).rsplit(", ", 1))
         raise ValueError(
-            f"--checkpoint: {folder} holds a draft of type {kind!r}; the layout {layout} is for "
-            f"{known} heads; give such a head's checkpoint"
+            f"--checkpoint: {folder} holds a draft of type {kind!r}; the layout {layout}"
+            f"{' (vLLM)' * (layout == 'speculators')} is for {known} heads; give such a head's "
+            "checkpoint"
         )
     return load_untied(folder), description
 

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ..speed.head_layers import finish
 from ..transformer.layers import (
     Attention,
     GatedMLP,
@@ -106,11 +107,15 @@ class Eagle3(EagleHead):
         initialize_matrices(self.midlayer, 1)
 
     def feature(self, taps: Mapping[int, Tensor]) -> Tensor:
+        return self.fc(self.fused(taps))
+
+    def fused(self, taps: Mapping[int, Tensor]) -> Tensor:
+        """Return the input of ``fc``, the target's joined states."""
         fused = [taps[layer] for layer in self.config.feature_layers]
         if self.config.fc_norm:
             fused = [norm(x) for norm, x in zip(self.fc_norm, fused, strict=True)]
         joined_H = torch.cat(fused, -1)
-        return self.fc(self.input_norm(joined_H) if self.config.norm_before_fc else joined_H)
+        return self.input_norm(joined_H) if self.config.norm_before_fc else joined_H
 
     def project(
         self, embedding_H: Tensor, state_H: Tensor, cos_D: Tensor, sin_D: Tensor
@@ -180,8 +185,9 @@ class Eagle3(EagleHead):
 
     def finish(self, residual_H: Tensor, attended_ND: Tensor) -> Tensor:
         layer = self.midlayer
-        mixed_H = residual_H + layer.self_attn.o_proj(attended_ND.flatten(-2))
-        out_H = mixed_H + layer.mlp(layer.post_attention_layernorm(mixed_H))
+        if (out_H := finish(layer, residual_H, attended_ND)) is None:
+            mixed_H = residual_H + layer.self_attn.o_proj(attended_ND.flatten(-2))
+            out_H = mixed_H + layer.mlp(layer.post_attention_layernorm(mixed_H))
         return self.norm(out_H) if self.config.norm_output else out_H
 
     def normed(self, state_H: Tensor) -> Tensor:

@@ -42,7 +42,7 @@ class PlainLayer:
         self.has_head_norms = hasattr(self.attention, "q_norm")
         # Decoding runs in inference mode; autograd could not use weights created there.
         with torch.inference_mode(False), torch.no_grad():
-            self.query_key_value, self.gate_up = _join(projections), _join(gates)
+            self.query_key_value, self.gate_up = join(projections), join(gates)
         self._identity = _identity(layer)
         self._kernels = self._fitted(layer)
         """Addresses of weights; ``_kept`` keeps these weights even if they are replaced."""
@@ -93,10 +93,10 @@ class PlainLayer:
 
     def _fitted(self, layer: nn.Module) -> kernels.Layer | None:
         """Return the layer for the kernels, or None if they are missing or cannot run it."""
-        if kernels.library() is None or not all(map(_can_read, _read(layer))):
+        if kernels.library() is None or not all(map(can_read, _read(layer))):
             return None
         joined = self.query_key_value, self.attention.o_proj, self.gate_up, self.mlp.down_proj
-        weights = [_kernel_weight(part) for part in joined]
+        weights = [kernel_weight(part) for part in joined]
         norms = [*self.norms]
         norms += [self.attention.q_norm, self.attention.k_norm] if self.has_head_norms else []
         # The kernels take whole vectors of rows and of half a head, without padding.
@@ -135,7 +135,7 @@ class PlainLayer:
         return kernels.after_attention(layer, hidden_1RH, attended_1NRD.transpose(1, 2))
 
 
-def _kernel_weight(part: HFModule) -> kernels.Weight:
+def kernel_weight(part: HFModule) -> kernels.Weight:
     is_rounded = isinstance(part, RoundedLinear)
     return part.kernel_weight() if is_rounded else kernels.weight(part.weight, None, part.bias)
 
@@ -221,10 +221,10 @@ def _is_plain(layer: nn.Module) -> bool:
     # The pass calls none of these modules, so nobody may expect to be called by them.
     if any(x._forward_hooks or x._forward_pre_hooks or "forward" in vars(x) for x in blocks):
         return False
-    return all(_can_join(part) for parts in _parts(layer) for part in parts)
+    return all(can_join(part) for parts in _parts(layer) for part in parts)
 
 
-def _can_join(part: HFModule) -> bool:
+def can_join(part: HFModule) -> bool:
     if isinstance(part, RoundedPart):
         return True
     if (
@@ -247,13 +247,13 @@ def _read(layer: HFModule) -> list[HFModule]:
     return found + [getattr(layer.self_attn, name) for name in names]
 
 
-def _can_read(part: HFModule) -> bool:
+def can_read(part: HFModule) -> bool:
     """Return True if a module only applies its weights, and the kernels can read these weights."""
     if part._forward_hooks or part._forward_pre_hooks or "forward" in vars(part):
         return False
     if isinstance(part, RoundedLinear):
         return True
-    if isinstance(part, nn.Linear) and not _can_join(part):
+    if isinstance(part, nn.Linear) and not can_join(part):
         return False
     weight = getattr(part, "weight", None)
     is_tensor = isinstance(weight, Tensor) and weight.dtype == torch.float32
@@ -264,7 +264,7 @@ def _identity(layer: HFModule) -> list[object]:
     """Return the modules, weight addresses and kernel support that a ``PlainLayer`` relies on."""
     found: list[object] = [layer.self_attn, layer.mlp, *_read(layer)]
     for part in _read(layer):
-        found += [_can_read(part), *(x.data_ptr() for x in part.parameters(recurse=False))]
+        found += [can_read(part), *(x.data_ptr() for x in part.parameters(recurse=False))]
     for part in [part for parts in _parts(layer) for part in parts]:
         if isinstance(part, RoundedPart):
             found.append(part.joined)
@@ -279,7 +279,7 @@ def _parts(layer: HFModule) -> list[list[HFModule]]:
     return [[getattr(block, name) for name in names] for block, names in blocks]
 
 
-def _join(parts: Sequence[HFModule]) -> nn.Module:
+def join(parts: Sequence[HFModule]) -> nn.Module:
     """Join weights and biases into one layer, and replace the parts' own by views."""
     if isinstance(parts[0], RoundedPart):
         return parts[0].joined

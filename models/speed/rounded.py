@@ -146,6 +146,9 @@ def round_draft(draft: nn.Module, dtype: torch.dtype) -> None:
 
     Other layers stay in float32. They are small, and some heads read parts of their weights.
     """
+    for module in list(draft.modules()):
+        if all(isinstance(getattr(module, name, None), nn.Linear) for name in JOINED["mlp"]):
+            _join(module, JOINED["mlp"], dtype)
     for parent, name, linear in _linear_layers(draft):
         in_list = isinstance(parent, nn.ModuleList)
         if name.endswith("_proj") or in_list or name == "lm_head":

@@ -24,6 +24,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from ...files import Values
 from ...model_kinds import HEAD_ROPES
+from ..speed.head_layers import finish
 from .decoder import packed_masks
 
 ROPE_SETTINGS = (
@@ -216,6 +217,8 @@ class DecoderLayer(nn.Module):
 
     def finish(self, x_H: Tensor, attended_ND: Tensor) -> Tensor:
         """Return residual rows after attention and MLP, given ``attended_ND`` [..., N, D]."""
+        if (fast_H := finish(self, x_H, attended_ND)) is not None:
+            return fast_H
         x_H = x_H + self.self_attn.o_proj(attended_ND.flatten(-2))
         return x_H + self.mlp(self.post_attention_layernorm(x_H))
 

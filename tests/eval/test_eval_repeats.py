@@ -12,6 +12,7 @@ from pipedraft.eval.metrics import repeats_record
 from pipedraft.eval.traces import Traces, read_recordings
 from pipedraft.files import to_json
 from pipedraft.inference.config import DecodeConfig
+from pipedraft.inference.engine import Engine
 from pipedraft.inference.result import DecodeResult
 
 REPEATS = 3
@@ -77,3 +78,22 @@ def test_texts_that_differ_between_repeats_are_counted() -> None:
     found = repeats_record(rows, [first, second])
     assert (found.unequal_turns, found.tokens_per_s) == (1, [5.0, 10 / 3])
     assert repeats_record(rows, [first, {"a": first["a"]}]).unequal_turns == 1
+
+
+def test_methods_decode_a_conversation_in_turn(model, monkeypatch) -> None:
+    """A machine that changes its pace slows all methods alike, and the speed-up stays."""
+    decoded, right = [], Engine.decode
+
+    def decode(engine, ids, **options):
+        decoded.append((engine.config.schedule.name, tuple(ids)))
+        return right(engine, ids, **options)
+
+    monkeypatch.setattr(Engine, "decode", decode)
+    monkeypatch.setattr(Evaluation, "_warm_up", lambda *_: None)
+    runs = evaluate(model, 1)
+    in_turn = [("autoregressive", "spd")] * 4
+    names, prompts = zip(*decoded, strict=True)
+    assert [*zip(names[::2], names[1::2], strict=True)] == in_turn
+    assert prompts[::2] == prompts[1::2] and len(set(prompts)) == 4
+    rows = [[(row.benchmark, row.id) for row in run.per_prompt] for run in runs]
+    assert all(len(set(own)) == len(own) for own in rows)

@@ -254,7 +254,7 @@ def test_a_layer_of_another_form_has_no_layout(tmp_path):
     path = write_target(tmp_path / "target", tiny("llama"), {})
     with pytest.raises(ValueError, match="not the target's own; give a checkpoint"):
         export(tmp_path, "sglang", tmp_path / "out", target=str(path))
-    with pytest.raises(ValueError, match="'mtp'; the layout speculators is for eagle3"):
+    with pytest.raises(ValueError, match="'mtp'; the layout speculators \\(vLLM\\) is for eagle3"):
         export(tmp_path, "speculators", tmp_path / "out", target=str(path))
 
 

@@ -148,7 +148,7 @@ def test_a_run_logs_its_forecasts(method, world, tmp_path, capsys):
             assert 1 <= low <= value <= high <= (math.inf if method == "ppsd" else 8)
     said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("forecast")]
     assert said == [told(record, "decoded") for record in made]
-    assert said[0].startswith("forecast, 90 %: tau ") and " at the end" in said[0]
+    assert said[0].startswith("forecast (with 90 % intervals): tau ") and " at the end" in said[0]
 
 
 def test_a_forecast_is_due_once_at_each_share():

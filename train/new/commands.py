@@ -105,13 +105,23 @@ class Work:
         launches = self.fit.plan.config.num_hidden_layers * self.machine.layer_s
         return max(rows * self.token_flops / self.answer_flops, read, launches)
 
-    def answer_s(self) -> float:
-        """Return seconds for reading every prompt and writing every answer, on one device."""
+    def answer_s(self, *, longest: bool = False) -> float:
+        """Return seconds for reading every prompt and writing every answer, on one device.
+
+        Args:
+            longest: every answer is as long as the command allows.
+        """
         batch, lengths = self.size.answer_batch, self.lengths
-        written = self.num_rows * lengths.answers
+        answers, most = lengths.answers, float(lengths.most_answers)
+        if longest:
+            answers = lengths.num_answers * self.size.max_answer
+            most = lengths.most_turns * self.size.max_answer
+        passes = self.num_rows * answers / batch
         # Each answer's prompt includes the turns before it, too.
         read = self.num_rows * max(0.0, lengths.row - lengths.answers) * lengths.num_answers
-        return written / batch * self.pass_s(batch) + read * self.token_flops / self.answer_flops
+        # A conversation's answers follow one another, so the longest one ends alone.
+        alone = max(0.0, most - passes) * self.pass_s(1)
+        return passes * self.pass_s(batch) + alone + read * self.token_flops / self.answer_flops
 
     @property
     def num_steps(self) -> int:

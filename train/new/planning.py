@@ -200,12 +200,23 @@ def plan_target(options: NewOptions, source: Source, num_rows: int) -> Iterator[
 
 
 def precision_of(machine: Machine) -> Recipe:
-    why = "the device multiplies bfloat16" if machine.has_bf16 else "it only emulates bfloat16"
+    why = "saves time on this device" if machine.has_bf16 else "bfloat16 saves no time here"
     found = {"precision": Chosen("bf16" if machine.has_bf16 else "fp32", why)}
     if machine.num_gpus:
         peak = float(f"{machine.flops / 1e12:.3g}")
         found["peak_tflops"] = Chosen(peak, "of each planned GPU; adds mfu to the log")
     return found
+
+
+def answering(work: Work) -> str:
+    """Return the expected time for the target's answers."""
+    time, most = duration(work.answer_s()), duration(work.answer_s(longest=True))
+    if work.lengths.is_bound:
+        return f"at most {most}"
+    if time == most:
+        return f"about {time}"
+    longest = f"all answers have {work.size.max_answer} tokens"
+    return f"about {time} if its answers are as long as the file's, {most} if {longest}"
 
 
 def head_of(work: Work) -> str:
@@ -250,6 +261,6 @@ def report(work: Work) -> Iterator[str]:
             f"note: {work.options.target} has no weights; in {recipe} and the commands, write the "
             "folder or Hub id that has them"
         )
-    yield f"\n1. answer with the target, {about} {duration(work.answer_s())}:\n    {work.answer()}"
+    yield f"\n1. answer with the target, {answering(work)}:\n    {work.answer()}"
     yield f"\n2. train the head, {about} {duration(work.train_s())}:\n    {work.train()}"
     yield f"\n3. measure it, about {duration(work.evaluate_s())}:\n    {work.evaluate()}"

@@ -34,6 +34,10 @@ class Lengths:
     num_answers: float
     answers: float
     """Tokens in all answers of a row."""
+    most_turns: int
+    """Most answers of one row."""
+    most_answers: int
+    """Most tokens in all answers of one row."""
     row: float
     """Tokens of a row in training, answers included."""
     is_bound: bool
@@ -69,7 +73,15 @@ def measure_rows(
             f"{reason}); give prompts or conversations, see docs/data.md"
         )
     answered, answers, rows, bounds = zip(*counts, strict=True)
-    return Lengths(fmean(answered), fmean(answers), fmean(rows), any(bounds), dict(reasons))
+    return Lengths(
+        num_answers=fmean(answered),
+        answers=fmean(answers),
+        most_turns=max(answered),
+        most_answers=max(answers),
+        row=fmean(rows),
+        is_bound=any(bounds),
+        left_out=dict(reasons),
+    )
 
 
 def _count(
