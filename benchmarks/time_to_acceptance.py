@@ -6,9 +6,9 @@
 trains a head for the embedded target, on the same conversations and on one thread, until its CPU
 minutes are spent. pipedraft's entrants run pipedraft's training loop. SpecForge and speculators run
 their own EAGLE-3 training pass, with their own optimizer settings or with ours (`ours`). Their
-heads start with the sizes and weights of ours. All compute in bfloat16 if the processor supports
-it. Learning rates decay to the budget's end. Imports, loading and tokenizing count separately, as
-`prepared`.
+heads have the sizes of ours. With `ours` they also start with our fitted weights. All compute in
+float32, which is faster than bfloat16 for this target. Learning rates decay to the budget's end.
+The fit counts. Imports, loading and tokenizing count separately, as `prepared`.
 
 All heads then decode the same held-out prompts here, greedily: EAGLE-3 with a chain of three draft
 tokens, SPD and PPSD with their own schedule on four stages. --out keeps finished entrants, so you
@@ -38,7 +38,6 @@ from torch.optim import Optimizer
 
 from pipedraft.data_recipes.recipe import TokenizedData
 from pipedraft.data_recipes.table import row_lengths
-from pipedraft.devices import has_native_bf16
 from pipedraft.files import write_atomically
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.custom_generate import NoText
@@ -50,15 +49,19 @@ from pipedraft.models.target import load_target
 from pipedraft.train.batch import Batch
 from pipedraft.train.config import OptimConfig, parse_run
 from pipedraft.train.decoding import first_turns
+from pipedraft.train.eagle3 import Eagle3Objective
 from pipedraft.train.launch import make_optimizers, rate_factor
-from pipedraft.train.methods import Eagle3TrainConfig, methods
+from pipedraft.train.methods import methods
 from pipedraft.train.position import Cut, batches_left
 from pipedraft.train.run import build_trainer
+from pipedraft.train.spd import SPDObjective
 
 CHAIN, PROMPTS, NEW_TOKENS, STAGES = 3, 48, 64, 4
 SEED = 0
 TRIED_STEPS = 3
 """Steps before a run's length is estimated from its pace."""
+FIRST_SHARE = 0.9
+"""Part of a budget with ``Recipe.first_steps``."""
 PARTS = 10_000
 """Parts of a budget. They count as optimizer steps for the learning rate."""
 
@@ -91,6 +94,8 @@ class Recipe:
     """Draft tokens per chain in the first part of the budget; 0: ``steps`` from the start."""
     decay: float = 0.8
     """Draft token i, from 0, has weight ``decay ** i``."""
+    start: str = "ridge"
+    """Initial weights, as in ``model.start``."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +114,7 @@ SPECFORGE = Recipe(
     ),
     tokens=0,
     first_steps=0,
+    start="deepest",
 )
 # speculators packs 8,192 tokens per step. Eight passes of separate conversations have the same
 # gradient.
@@ -120,6 +126,7 @@ SPECULATORS = Recipe(
     steps=3,
     first_steps=0,
     decay=1.0,
+    start="deepest",
 )
 ENTRANTS = {
     "pipedraft, EAGLE-3": Entrant("pipedraft"),
@@ -138,9 +145,13 @@ ENTRANTS = {
 class Budget:
     """CPU seconds of this process since the start, and what they were spent on."""
 
-    def __init__(self, seconds: float) -> None:
-        self.seconds, self.start = seconds, time.process_time()
-        self.parts: dict[str, float] = defaultdict(float)
+    def __init__(self, seconds: float, fit_s: float) -> None:
+        """
+        Args:
+            fit_s: spent before, on the initial fit.
+        """
+        self.seconds, self.start = seconds, time.process_time() - fit_s
+        self.parts: dict[str, float] = defaultdict(float, {"start": fit_s})
 
     @property
     def spent(self) -> float:
@@ -171,11 +182,26 @@ class Budget:
 # -- entrants -------------------------------------------------------------------------------
 
 
-def trainer_of(config: str, folder: Path) -> Any:
-    """Build pipedraft's trainer for a configuration."""
-    words = [f"--config=configs/{config}.yaml", f"--output_dir={folder}", f"--seed={SEED}"]
+def trainer_of(entrant: Entrant, folder: Path) -> tuple[Any, float]:
+    """Build pipedraft's trainer, and return it with the CPU seconds of its initial fit."""
+    words = [f"--config=configs/{entrant.config}.yaml", f"--output_dir={folder}", f"--seed={SEED}"]
+    if entrant.package != "pipedraft":
+        words.append(f"--model.start={entrant.recipe.start}")
     run, model, _ = parse_run([*words, "--evaluation.decode_prompts=0"], methods(), "")
-    return build_trainer(run, model)
+    spent = 0.0
+
+    def timed(fit: Callable) -> Callable:
+        def call(*args: Any) -> None:
+            nonlocal spent
+            start = time.process_time()
+            fit(*args)
+            spent += time.process_time() - start
+
+        return call
+
+    for kind in (Eagle3Objective, SPDObjective):
+        kind.start_on = timed(kind.start_on)  # type: ignore[method-assign]
+    return build_trainer(run, model), spent
 
 
 def train_own(trainer: Any, budget: Budget) -> tuple[int, int]:
@@ -218,20 +244,18 @@ def train_peer(model: Any, trainer: Any, entrant: Entrant, budget: Budget) -> tu
     peaks = [[group["lr"] for group in optimizer.param_groups] for optimizer in optimizers]
     trained = [x for x in model.parameters() if x.requires_grad]
     batches = batches_of(trainer.data, recipe.tokens)
-    is_bf16 = has_native_bf16(torch.device("cpu"))
     num_steps = num_tokens = 0
     while budget.share < 1:
         for optimizer, rates in zip(optimizers, peaks, strict=True):
             for group, peak in zip(optimizer.param_groups, rates, strict=True):
                 done = min(PARTS, round(budget.share * PARTS))
                 group["lr"] = peak * rate_factor(done, PARTS, recipe.optim)
-        is_first = budget.share < Eagle3TrainConfig.curriculum_share
+        is_first = budget.share < FIRST_SHARE
         num_drafted = (recipe.first_steps if is_first else 0) or recipe.steps
         window = [next(batches) for _ in range(recipe.passes)]
         counted = sum(int(batch.mask_BT.sum()) for batch in window)
         for batch in window:
-            with torch.autocast("cpu", torch.bfloat16, enabled=is_bf16):
-                loss = loss_of(model, target, batch, steps=num_drafted, decay=recipe.decay)
+            loss = loss_of(model, target, batch, steps=num_drafted, decay=recipe.decay)
             backward(loss / counted)
         torch.nn.utils.clip_grad_norm_(trained, recipe.optim.clip_norm)
         step(optimizers)
@@ -249,13 +273,13 @@ def run_entrant(name: str, seconds: float, folder: Path) -> dict[str, Any]:
     """Train one entrant in this process, and decode the held-out prompts with its head."""
     entrant, head = ENTRANTS[name], folder / "head"
     torch.set_num_threads(1)
-    trainer = trainer_of(entrant.config, folder / "run")
+    trainer, fit_s = trainer_of(entrant, folder / "run")
     if entrant.package == "pipedraft":
-        prepared, budget = time.process_time(), Budget(seconds)
+        prepared, budget = time.process_time() - fit_s, Budget(seconds, fit_s)
         num_steps, num_tokens = train_own(trainer, budget)
     else:
         model = peer_of(entrant.package, trainer.objective.draft, trainer.objective.target)
-        prepared, budget = time.process_time(), Budget(seconds)
+        prepared, budget = time.process_time() - fit_s, Budget(seconds, fit_s)
         num_steps, num_tokens = train_peer(model, trainer, entrant, budget)
     spent, parts = budget.spent, budget.report()
     if entrant.package == "pipedraft":

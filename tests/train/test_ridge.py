@@ -116,11 +116,10 @@ def test_an_untrained_head_is_closer_to_the_target_than_a_random_one(settings):
 def test_a_fit_to_the_wrong_token_is_no_start(monkeypatch):
     """Known-bad: each row fitted to the next row's state."""
     batch, target = Batch.padded(make_rows(), 0), tiny_llama(layers=6, hidden=32)
-    losses = []
+    losses, right = [], Ridge.add
     for wrong in (False, True):
         objective = make_objective(target)
         if wrong:
-            right = Ridge.add
             monkeypatch.setattr(Ridge, "add", lambda fit, x, y: right(fit, x, y.roll(1, 0)))
         objective.start_on(iter([batch]))
         monkeypatch.undo()
