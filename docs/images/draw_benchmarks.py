@@ -62,6 +62,9 @@ QUESTIONS = {
         y_axis="acceptance, teacher-forced",
         has_baseline=False,
     ),
+    "acceptance_by_cpu_time": Question(
+        x_axis="CPU minutes of one core", y_axis="tokens per round", has_baseline=False
+    ),
     "measured_speed": Question(
         x_axis="measured tokens/s, times autoregressive decoding", y_axis=""
     ),

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ..speed.head_layers import finish
 from ..transformer.decoder import norm_factor, plain_embedding
 from ..transformer.layers import (
     DecoderLayer,
@@ -247,7 +248,7 @@ class DFlash(Draft):
             rows = torch.cat([feature_CH, normed_RH])
             cache.append_rows(*attention.key_value(rows, cos, sin))
             query_RND = attention.query(normed_RH, cos[num_new:], sin[num_new:])
-            stream_RH = layer.finish(stream_RH, cache.attend(query_RND, visible_RC))
+            stream_RH = finish(layer, stream_RH, cache.attend(query_RND, visible_RC))
         return self.norm(stream_RH[self.config.first_row :])
 
     def logits(self, state_H: Tensor) -> Tensor:

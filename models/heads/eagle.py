@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ..speed.head_layers import finish
 from ..transformer.decoder import plain_embedding
 from ..transformer.layers import (
     DecoderLayer,
@@ -286,4 +287,4 @@ class Eagle(TiedHead):
         return joined_H, *self.layer.self_attn.project(joined_H, cos_D, sin_D)
 
     def finish(self, residual_H: Tensor, attended_ND: Tensor) -> Tensor:
-        return self.layer.finish(residual_H, attended_ND)
+        return finish(self.layer, residual_H, attended_ND)

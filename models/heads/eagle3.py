@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from ..speed.head_layers import finish
 from ..transformer.layers import (
     Attention,
+    DecoderLayer,
     GatedMLP,
     LayerConfig,
     RMSNorm,
@@ -48,6 +49,8 @@ class Eagle3Layer(nn.Module):
             setattr(self.self_attn, name, wide)
         self.post_attention_layernorm = RMSNorm(hidden, eps)
         self.mlp = GatedMLP(config)
+
+    finish = DecoderLayer.finish
 
 
 class Eagle3(EagleHead):
@@ -185,9 +188,7 @@ class Eagle3(EagleHead):
 
     def finish(self, residual_H: Tensor, attended_ND: Tensor) -> Tensor:
         layer = self.midlayer
-        if (out_H := finish(layer, residual_H, attended_ND)) is None:
-            mixed_H = residual_H + layer.self_attn.o_proj(attended_ND.flatten(-2))
-            out_H = mixed_H + layer.mlp(layer.post_attention_layernorm(mixed_H))
+        out_H = finish(layer, residual_H, attended_ND)
         return self.norm(out_H) if self.config.norm_output else out_H
 
     def normed(self, state_H: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ..speed.head_layers import cached_layer
 from ..speed.rounded import rounded_dtype
 from ..stages.stage import Stage
 from ..target import StagedTarget
@@ -26,7 +27,6 @@ from ..transformer.layers import (
     LayerConfig,
     RMSNorm,
     RotaryEmbedding,
-    cached_layer,
     causal_layer,
     initialize_matrices,
     positions_of,

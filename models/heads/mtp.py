@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from ..speed.head_layers import finish
 from ..transformer.decoder import norm_factor
 from ..transformer.layers import (
     Attention,
@@ -118,7 +119,7 @@ class MTP(TiedHead):
             hidden = self.layer_config.hidden_size
             residual_H, gate = residual_H[..., :hidden], residual_H[..., hidden:]
             attended_ND = attended_ND * gate.sigmoid().unflatten(-1, attended_ND.shape[-2:])
-        return self.norm(self.layer.finish(residual_H, attended_ND))
+        return self.norm(finish(self.layer, residual_H, attended_ND))
 
     def normed(self, state_H: Tensor) -> Tensor:
         """Return the state as the LM head's input, because states are already normed."""

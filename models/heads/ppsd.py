@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ..speed.head_layers import cached_layer
 from ..transformer.layers import (
     KeyValues,
     LayerConfig,
-    cached_layer,
     causal_layer,
     initialize_matrices,
     positions_of,

@@ -19,11 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ..speed.head_layers import cached_layer, finish
 from ..transformer.layers import (
     DecoderLayer,
     KeyValues,
     LayerConfig,
-    cached_layer,
     initialize_matrices,
     positions_of,
     rotate,
@@ -430,6 +430,6 @@ class SPD(StagedDraft):
             first = len(depths) - num_queries if self.is_read_only(index) else 0
             query_QND = layer.self_attn.query(normed_RH[first:], cos[first:], sin[first:])
             attended_QND = cache.attend_with(query_QND, *own_RJD, visible_RC[first:])
-            moved_QH = layer.finish(rows_RH[first:], attended_QND)
+            moved_QH = finish(layer, rows_RH[first:], attended_QND)
             rows_RH = torch.cat([rows_RH[:first], moved_QH])
         return self.logits(rows_RH[len(rows_RH) - num_queries :])

@@ -6,11 +6,13 @@ arithmetic. Training, other devices and other dtypes keep torch's operators.
 
 # R rows, H hidden, N query heads, D head size
 
+from functools import partial
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
+from ..transformer import layers
 from . import kernels
 from .plain_layers import HFModule, can_join, can_read, join, kernel_weight
 
@@ -56,25 +58,29 @@ def _identity(layer: HFModule) -> list[object]:
     return [*parts, *(None if x is None else x.data_ptr() for x in weights)]
 
 
-def finish(layer: nn.Module, x_RH: Tensor, attended_RND: Tensor) -> Tensor | None:
-    """Return x' + MLP(norm(x')), with x' = x + W_o attended, or None where torch must compute it.
+def finish(layer: HFModule, x_RH: Tensor, attended_RND: Tensor) -> Tensor:
+    """Return x' + MLP(norm(x')), with x' = x + W_o attended.
 
     Args:
-        layer: with ``self_attn.o_proj``, ``post_attention_layernorm`` and a gated MLP.
-        x_RH: the residual, float32 [R, H].
+        layer: with ``self_attn.o_proj``, ``post_attention_layernorm``, a gated MLP, and the same
+            by torch in ``finish``.
+        x_RH: the residual [R, H]; with more axes, torch computes.
         attended_RND: the attention's output.
     """
     if (
-        not torch.is_inference_mode_enabled()
-        or x_RH.ndim != 2
-        or x_RH.dtype != torch.float32
-        or x_RH.device.type != "cpu"
-        or torch.is_autocast_enabled("cpu")
+        torch.is_inference_mode_enabled()
+        and x_RH.ndim == 2
+        and x_RH.dtype == torch.float32
+        and x_RH.device.type == "cpu"
+        and not torch.is_autocast_enabled("cpu")
     ):
-        return None
-    found = _found.get(layer)
-    if found is None or found.identity != _identity(layer):
-        found = _found[layer] = HeadLayer(layer)
-    if found.kernel is None:
-        return None
-    return kernels.after_attention(found.kernel, x_RH[None], attended_RND[None])[0]
+        found = _found.get(layer)
+        if found is None or found.identity != _identity(layer):
+            found = _found[layer] = HeadLayer(layer)
+        if found.kernel is not None:
+            return kernels.after_attention(found.kernel, x_RH[None], attended_RND[None])[0]
+    return layer.finish(x_RH, attended_RND)
+
+
+cached_layer = partial(layers.cached_layer, finish=finish)
+"""``layers.cached_layer`` for decoding, with the kernels' ``finish``."""

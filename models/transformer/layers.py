@@ -24,7 +24,6 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from ...files import Values
 from ...model_kinds import HEAD_ROPES
-from ..speed.head_layers import finish
 from .decoder import packed_masks
 
 ROPE_SETTINGS = (
@@ -217,8 +216,6 @@ class DecoderLayer(nn.Module):
 
     def finish(self, x_H: Tensor, attended_ND: Tensor) -> Tensor:
         """Return residual rows after attention and MLP, given ``attended_ND`` [..., N, D]."""
-        if (fast_H := finish(self, x_H, attended_ND)) is not None:
-            return fast_H
         x_H = x_H + self.self_attn.o_proj(attended_ND.flatten(-2))
         return x_H + self.mlp(self.post_attention_layernorm(x_H))
 
@@ -493,13 +490,15 @@ def cached_layer(
     *,
     cache: KeyValues,
     visible_RC: Tensor,
+    finish: Callable[[DecoderLayer, Tensor, Tensor], Tensor] = DecoderLayer.finish,
 ) -> Tensor:
     """Apply a decoder layer to more rows, appending their keys and values to the cache.
 
     Args:
         visible_RC: bool, cached rows (including these R) visible to each row.
+        finish: computes what follows attention.
     """
     normed_RH = layer.input_layernorm(stream_RH)
     query_RND, *key_value = layer.self_attn.project(normed_RH, cos_R1D, sin_R1D)
     cache.append_rows(*key_value)  # before attending: a row sees itself, too
-    return layer.finish(stream_RH, cache.attend(query_RND, visible_RC))
+    return finish(layer, stream_RH, cache.attend(query_RND, visible_RC))
