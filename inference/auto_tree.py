@@ -15,6 +15,9 @@ SHAPES = {shape.label: shape for shape in (FIRST, NO_DRAFT, *_OTHERS)}
 is tried second, because it limits what a bad draft can cost."""
 TRIAL = 3
 """Rounds per trial. With fewer, one slow round (capturing a CUDA graph) would be the median."""
+TURN = 4
+"""Rounds in a row with ``in_turn``. The first one after another shape is slower, as its code and
+data have left the processor's caches."""
 MEMORY = 32
 """Rounds remembered per shape."""
 DOUBT = 8
@@ -40,7 +43,7 @@ class ShapeMeter:
     def __init__(self, *, in_turn: bool = False) -> None:
         """
         Args:
-            in_turn: change the shape after every round, to compare all that may win.
+            in_turn: change the shape every few rounds, to compare all that may win.
         """
         self._in_turn = in_turn
         self._times = {text: deque[float](maxlen=MEMORY) for text in SHAPES}
@@ -102,7 +105,7 @@ class ShapeMeter:
         if self._in_turn:
             in_question = (text for text in SHAPES if self._may_win(text, best))
             self._used = min(in_question, key=lambda text: len(self._times[text]))
-            self._left = 1
+            self._left = TURN
             return
         tried = [
             text
