@@ -207,8 +207,8 @@ def test_a_wrong_pass_is_found_by_the_text(fault, monkeypatch):
     elif fault == "norm":  # the root of the mean square is not taken
         monkeypatch.setattr(plain_layers, "_norm", lambda norm, x: x * norm.weight)
     else:
-        join = plain_layers._join
-        monkeypatch.setattr(plain_layers, "_join", lambda parts: join(parts[::-1]))
+        join = plain_layers.join
+        monkeypatch.setattr(plain_layers, "join", lambda parts: join(parts[::-1]))
     engine = engine_for(tiny_llama(), schedule="autoregressive", num_stages=2, max_new_tokens=8)
     with pytest.raises((AssertionError, RuntimeError)):
         decode_exactly(engine, PROMPTS[0])
