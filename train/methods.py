@@ -145,7 +145,7 @@ class UnrolledConfig(DivergenceConfig):
     curriculum_steps: int = 0
     """Draft tokens trained per chain at first, which costs less; at most num_steps count. 0:
     num_steps from the start."""
-    curriculum_share: float = 0.7
+    curriculum_share: float = 0.9
     """Share of the run with curriculum_steps; num_steps follow."""
     rows: Literal["turn", "speculators", "specforge", "official"] = "turn"
     """Rows t that count at step i. turn: x_{t+1} .. x_{t+2+i} are in one assistant turn.
