@@ -316,7 +316,7 @@ class DraftObjective(nn.Module, ABC, Generic[C]):
         if self.feature_weight:
             yield (
                 f"the table's loss includes {self.feature_weight:g} times a regression "
-                "(model.feature_weight); the held-out loss is without it, so it is lower"
+                "(model.feature_weight); the held-out loss is without it"
             )
 
     def start_on(self, batches: Iterable[Batch]) -> None:

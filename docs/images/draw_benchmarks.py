@@ -63,7 +63,7 @@ QUESTIONS = {
         has_baseline=False,
     ),
     "acceptance_by_cpu_time": Question(
-        x_axis="CPU minutes of one core", y_axis="tokens per round", has_baseline=False
+        x_axis="tokens per round, EAGLE-3 on the embedded target", y_axis=""
     ),
     "measured_speed": Question(
         x_axis="measured tokens/s, times autoregressive decoding", y_axis=""
@@ -176,7 +176,7 @@ def draw_dots(axes: Axes, series: Series, question: Question) -> None:
 
 def draw(name: str) -> Figure:
     question, panels = QUESTIONS[name], read_panels(name)
-    are_dots = name == "measured_speed"
+    are_dots = not question.y_axis
     rows = max(map(len, panels.values()))
     height = EDGE + EDGE / 2 + ROW * rows if are_dots else HEIGHT
     figure = Figure(figsize=(WIDTH, height))
