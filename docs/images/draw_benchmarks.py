@@ -168,7 +168,7 @@ def draw_dots(axes: Axes, series: Series, question: Question) -> None:
             axes.plot(speed, row, "o", markeredgecolor=COLORS[0], markerfacecolor=face)
     axes.set_yticks(range(len(series)), list(series))
     axes.set_ylim(len(series) - 0.5, -0.5)
-    axes.set_xlim(left=0)
+    axes.set_xlim(0, 1.05 * max(speed for points in series.values() for _, speed in points))
     axes.axvline(1, color=FAINT, linestyle="--", linewidth=1)
     axes.grid(axis="x")
     axes.set_xlabel(question.x_axis)
