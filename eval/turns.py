@@ -62,7 +62,7 @@ def check_room(
     num_positions: int,
     max_new_tokens: int,
 ) -> None:
-    """Refuse benchmarks in which no prompt leaves room for the new tokens."""
+    """Refuse benchmarks without a prompt short enough for the new tokens."""
     room = num_positions - max_new_tokens
     for name, prompts in benchmarks.items():
         if any_fits(prompts, tokenizer, room):
@@ -80,7 +80,7 @@ def check_room(
 
 
 class PromptDecoder(Protocol):
-    """Protocol for an engine, or for a method on a simulated link, that decodes prompts."""
+    """Decodes prompts: an engine, or a method on a simulated link."""
 
     def decode(self, prompt_ids: list[int], *, prompt_index: int) -> DecodeResult: ...
 
@@ -143,7 +143,7 @@ class OpenConversation:
     def next_prompt(self) -> list[int] | None:
         """Return the token ids of the next turn's prompt, or None if no turn is left or fits.
 
-        Turns that are in the traces already are added to ``records``, and not decoded again.
+        Turns found in the traces are added to ``records``, and not decoded again.
         """
         while len(self.prompt.turns) > len(self.records):
             answers = [record.answer for record in self.records]
@@ -158,7 +158,7 @@ class OpenConversation:
         return None
 
     def leave_out_rest(self) -> None:
-        """Count the turns that do not fit as done."""
+        """Count turns without room as done."""
         self.bar.update(len(self.prompt.turns) - len(self.records))
 
     @property

@@ -72,7 +72,7 @@ class EvaluationConfig:
 
     every_steps: int = 200
     """Optimizer steps between evaluations on the validation rows; 0: only at the end. A run of 50
-    steps or more that is too short for one is also evaluated in its middle."""
+    steps or more, too short for one, is also evaluated in its middle."""
     max_rows: int = 64
     """Maximum number of validation rows; the first ones are used."""
     decode_prompts: int = 8
@@ -129,8 +129,8 @@ class RunConfig:
     shard_target: bool = False
     """Split every target layer between the processes; a layer is gathered while it runs."""
     features: str | None = None
-    """Read hidden states instead of loading the target's layers: from a folder that pipedraft train
-    features wrote, or from vLLM servers as http://HOST:PORT,http://HOST:PORT."""
+    """Read hidden states instead of loading the target's layers: from a folder of pipedraft train
+    features, or from vLLM servers as http://HOST:PORT,http://HOST:PORT."""
     optim: OptimConfig = field(default_factory=OptimConfig)
     """Optimizer; see the section optim."""
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
@@ -152,7 +152,7 @@ class RunConfig:
     """Optimizer steps, instead of epochs."""
     batch_group: int | None = None
     """Number of consecutive batches with similar lengths; a multiple of the number of processes.
-    null: the number of processes at the first launch. Any number of processes that divides the
+    null: the number of processes at the first launch. A number of processes that divides the
     group trains the same run, and can resume it, if processes times accumulation is the same."""
     max_minutes: float | None = None
     """Wall-clock minutes for this launch, loading included; the run then saves and ends at the next
@@ -192,7 +192,7 @@ class RunConfig:
 
 
 def _refuse_nulls(kind: Any, values: Any, prefix: str = "") -> None:
-    """Raise UsageError for a key without a value, which jsonargparse accepts for any type."""
+    """Raise UsageError for a key without a value: jsonargparse accepts it for any type."""
     if isinstance(values, int | float | str | list):
         raise UsageError(f"{prefix[:-1]}: {values!r} does not fit; give a mapping")
     types = get_type_hints(kind)
@@ -271,7 +271,7 @@ def parser_of(method: str, methods: tuple[tuple[str, type], ...], example: str) 
 def check_run_flags(
     arguments: Sequence[str], methods: dict[str, type], beside: Sequence[str] = ()
 ) -> None:
-    """Raise UsageError for a flag that no method has.
+    """Raise UsageError for a flag unknown to every method.
 
     Args:
         beside: the calling command's own flags, for the hint.

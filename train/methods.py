@@ -170,7 +170,7 @@ class Eagle3TrainConfig(Eagle3Config, UnrolledConfig):
     start: Literal["deepest", "ridge"] = "deepest"
     """Initial weights. deepest: fc passes the deepest fused state through, and the layer is random.
     ridge: fc and attention's values have the best linear fit to the target's next state, so even an
-    untrained head continues a text."""
+    untrained head continues a text. init_from replaces both."""
 
     def __post_init__(self) -> None:
         Eagle3Config.__post_init__(self)

@@ -1,4 +1,4 @@
-"""EAGLE-3 head (arXiv:2503.01840), which fuses three target layers and learns only from logits."""
+"""EAGLE-3 head (arXiv:2503.01840): fuses three target layers, and learns only from logits."""
 
 # ... any leading axes, H hidden, N query heads, J key heads, D head size, U draft vocabulary
 # B batch, T rows per sequence, M rows per training step, C = (N + 2 J) D
@@ -54,7 +54,7 @@ class Eagle3Layer(nn.Module):
 
 
 class Eagle3(EagleHead):
-    """EAGLE-3 head, which continues fused target states with its own outputs.
+    """EAGLE-3 head: continues fused target states with its own outputs.
 
     The first state is s_t = fc([h_low; h_mid; h_high]_t). Later states are the head's outputs,
     un-normed unless ``norm_output``. Logits for x_{t+2} are LM head(norm(out_t)) over the draft
@@ -192,7 +192,7 @@ class Eagle3(EagleHead):
         return self.norm(out_H) if self.config.norm_output else out_H
 
     def normed(self, state_H: Tensor) -> Tensor:
-        """Return the LM head's input, the state after the final norm, which is applied once."""
+        """Return the LM head's input, the state after one final norm."""
         return state_H if self.config.norm_output else self.norm(state_H)
 
     def logits(self, state_H: Tensor) -> Tensor:

@@ -6,7 +6,9 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -21,9 +23,9 @@ from pipedraft.errors import UsageError
 from pipedraft.train.config import check_run, parse_run
 from pipedraft.train.help import METHODS
 from pipedraft.train.methods import methods
-from pipedraft.train.new.commands import duration
+from pipedraft.train.new.commands import Work, duration
 from pipedraft.train.new.machine import Machine
-from pipedraft.train.new.planning import fit, values_of
+from pipedraft.train.new.planning import answering, fit, values_of
 from pipedraft.train.new.recipe import (
     SIZES,
     WHY,
@@ -355,3 +357,29 @@ def test_the_three_commands_run_on_the_embedded_target(tmp_path):
     table = run(evaluate, "--limit", "1", "--max-new-tokens", "4")
     assert "eagle3" in table and (tmp_path / "out/mine_eval/results.json").is_file()
     assert (tmp_path / "out/mine/best/model.safetensors").is_file()
+
+
+def test_the_longest_conversation_ends_alone_and_long_answers_have_their_time():
+    seconds = {4: 0.4, 1: 0.1}
+    lengths = SimpleNamespace(
+        num_answers=2.0, answers=20.0, most_turns=5, most_answers=90, row=20.0, is_bound=False
+    )
+    work = SimpleNamespace(
+        size=SimpleNamespace(answer_batch=4, max_answer=50),
+        lengths=lengths,
+        num_rows=8,
+        pass_s=seconds.__getitem__,
+        token_flops=0.0,
+        answer_flops=1.0,
+    )
+    # 8 rows of 20 tokens are 40 passes of 4; the longest row needs 50 more, alone.
+    assert Work.answer_s(work) == pytest.approx(40 * 0.4 + 50 * 0.1)
+    # 8 rows of 2 answers of 50 tokens are 200 passes; 5 answers of 50 need 50 more.
+    assert Work.answer_s(work, longest=True) == pytest.approx(200 * 0.4 + 50 * 0.1)
+    work.answer_s = partial(Work.answer_s, work)
+    text = answering(work)
+    assert text.startswith("about 1 minute if") and text.endswith(
+        "2 minutes if all answers have 50 tokens"
+    )
+    lengths.is_bound = True
+    assert answering(work) == "at most 2 minutes"
