@@ -65,10 +65,15 @@ def memory_kb(field: str) -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith(field))
 
 
+def start_peak() -> int:
+    """Set this process's peak memory to the present, and return what is resident, in kB."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return memory_kb("VmRSS")
+
+
 def extra_memory_mb(work: Callable[[], Any]) -> float:
     """Return how much peak memory during ``work`` exceeds the memory resident before it."""
-    Path("/proc/self/clear_refs").write_text("5")  # sets the peak to the present
-    resident_kb = memory_kb("VmRSS")
+    resident_kb = start_peak()
     work()
     return (memory_kb("VmHWM") - resident_kb) / 1024
 

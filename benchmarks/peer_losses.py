@@ -529,7 +529,7 @@ def peer_of(package: str, head: Eagle3, target: PreTrainedModel) -> Any:
         place = Path(temporary)
         (place / "head").mkdir()
         head.save(place / "head")
-        export(place / "head", layout, place / "peer", target=TARGET)
+        export(place / "head", layout, place / "peer", target=head.reference.name)
         model = load(place / "peer", target)
     model.embed_tokens.requires_grad_(False)
     return model

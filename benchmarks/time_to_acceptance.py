@@ -3,12 +3,14 @@
     PYTHONPATH=.. PEERS/bin/python benchmarks/time_to_acceptance.py --minutes 5,10 --out out/race
 
 `peer_losses.py` says how to make PEERS; SpecForge's entrants also need triton there. Every entrant
-trains a head for the embedded target, on the same conversations and on one thread, until its CPU
+trains a head for one target, on the same conversations and on one thread, until its CPU
 minutes are spent. pipedraft's entrants run pipedraft's training loop. SpecForge and speculators run
 their own EAGLE-3 training pass, with their own optimizer settings or with ours (`ours`). Their
 heads have the sizes of ours. With `ours` they also start with our fitted weights. All compute in
-float32, which is faster than bfloat16 for this target. Learning rates decay to the budget's end.
-The fit counts. Imports, loading and tokenizing count separately, as `prepared`.
+float32, which is faster than bfloat16 for the embedded target. SmolLM2's entrants need
+out/smollm2 and data/smollm2_answers.jsonl (`make` both). Learning rates decay to the budget's end.
+The fit counts. Imports, loading and tokenizing count separately, as `prepared`. `memory_mb` is how
+far training raised the memory above what was resident when it started, `peak_mb` the whole process.
 
 All heads then decode the same held-out prompts here, greedily: EAGLE-3 with a chain of three draft
 tokens, SPD and PPSD with their own schedule on four stages. --out keeps finished entrants, so you
@@ -31,8 +33,8 @@ from typing import Any, Literal
 
 import peer_losses
 import torch
-from measurement import make_parser, measure_apart
-from peer_losses import CHAINS, TARGET, peer_of
+from measurement import make_parser, measure_apart, memory_kb, start_peak
+from peer_losses import CHAINS, peer_of
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -102,7 +104,9 @@ class Recipe:
 class Entrant:
     package: Literal["pipedraft", "specforge", "speculators"]
     config: str = "eagle/tiny_eagle3"
-    """pipedraft's configuration, which also names the data."""
+    """pipedraft's configuration, which also names the target and the data."""
+    options: tuple[str, ...] = ()
+    """Changes of this configuration."""
     recipe: Recipe = field(default_factory=Recipe)
     """For the other packages."""
 
@@ -137,6 +141,19 @@ ENTRANTS = {
     "pipedraft, SPD": Entrant("pipedraft", "spd/quickstart"),
     "pipedraft, PPSD": Entrant("pipedraft", "ppsd/tiny_n4"),
 }
+# The packages' heads have an LM head of their own and no norms before `fc`.
+SMOLLM2_OPTIONS = ("--model.share_head=false", "--model.fc_norm=false", "--precision=fp32")
+SMOLLM2 = Recipe(optim=OptimConfig(name="muon", lr=2e-3), tokens=1024, steps=4, first_steps=0)
+SMOLLM2_ENTRANTS = {
+    "pipedraft, SmolLM2": Entrant("pipedraft", "real/smollm2_eagle3", SMOLLM2_OPTIONS),
+    "SpecForge, SmolLM2, ours": Entrant(
+        "specforge", "real/smollm2_eagle3", SMOLLM2_OPTIONS, SMOLLM2
+    ),
+    "speculators, SmolLM2, ours": Entrant(
+        "speculators", "real/smollm2_eagle3", SMOLLM2_OPTIONS, SMOLLM2
+    ),
+}
+ALL_ENTRANTS = {**ENTRANTS, **SMOLLM2_ENTRANTS}
 
 
 # -- clocks ---------------------------------------------------------------------------------
@@ -185,6 +202,7 @@ class Budget:
 def trainer_of(entrant: Entrant, folder: Path) -> tuple[Any, float]:
     """Build pipedraft's trainer, and return it with the CPU seconds of its initial fit."""
     words = [f"--config=configs/{entrant.config}.yaml", f"--output_dir={folder}", f"--seed={SEED}"]
+    words += entrant.options
     if entrant.package != "pipedraft":
         words.append(f"--model.start={entrant.recipe.start}")
     run, model, _ = parse_run([*words, "--evaluation.decode_prompts=0"], methods(), "")
@@ -271,37 +289,42 @@ def step_all(optimizers: list[Optimizer]) -> None:
 
 def run_entrant(name: str, seconds: float, folder: Path) -> dict[str, Any]:
     """Train one entrant in this process, and decode the held-out prompts with its head."""
-    entrant, head = ENTRANTS[name], folder / "head"
+    entrant, head = ALL_ENTRANTS[name], folder / "head"
     torch.set_num_threads(1)
     trainer, fit_s = trainer_of(entrant, folder / "run")
+    source = trainer.objective.draft.reference.name
     if entrant.package == "pipedraft":
         prepared, budget = time.process_time() - fit_s, Budget(seconds, fit_s)
+        before_kb = start_peak()
         num_steps, num_tokens = train_own(trainer, budget)
     else:
         model = peer_of(entrant.package, trainer.objective.draft, trainer.objective.target)
         prepared, budget = time.process_time() - fit_s, Budget(seconds, fit_s)
+        before_kb = start_peak()
         num_steps, num_tokens = train_peer(model, trainer, entrant, budget)
-    spent, parts = budget.spent, budget.report()
+    spent, parts, peak_kb = budget.spent, budget.report(), memory_kb("VmHWM")
     if entrant.package == "pipedraft":
         head.mkdir(exist_ok=True)
         trainer.objective.save(head, {}, trainer.module.state_dict())
     else:
         model.save_pretrained(folder / "peer")
-        import_head(str(folder / "peer"), TARGET, head)
+        import_head(str(folder / "peer"), source, head)
     return {
         "entrant": name,
         "cpu_s": round(spent, 1),
         "prepared_s": round(prepared, 1),
         "steps": num_steps,
         "supervised_tokens": num_tokens,
+        "memory_mb": round((peak_kb - before_kb) / 1024),
+        "peak_mb": round(peak_kb / 1024),
         "parts": {part: round(share, 3) for part, share in parts.items()},
-        **decoded(head, trainer.data),
+        **decoded(head, source, trainer.data),
     }
 
 
-def decoded(head: Path, data: TokenizedData) -> dict[str, float]:
+def decoded(head: Path, source: str, data: TokenizedData) -> dict[str, float]:
     """Decode the held-out prompts greedily, and return tau and L'."""
-    target = load_target(TARGET, dtype=torch.float32)
+    target = load_target(source, dtype=torch.float32)
     draft = load_draft(str(head), target)
     prompts = first_turns(data.valid, PROMPTS, max_positions=512 - NEW_TOKENS)
     kind = draft.draft_type
@@ -353,7 +376,8 @@ def main() -> None:
         "--only",
         type=lambda text: [part.strip() for part in text.split(";")],
         default=list(ENTRANTS),
-        help=f"entrants, with semicolons; default: {'; '.join(ENTRANTS)}",
+        help=f"entrants, with semicolons; default: {'; '.join(ENTRANTS)}; "
+        f"also known: {'; '.join(SMOLLM2_ENTRANTS)}",
     )
     parser.add_argument("--core", type=int, help="core to stay on")
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
@@ -361,8 +385,8 @@ def main() -> None:
         parser.add_argument(hidden, type=kind, help=argparse.SUPPRESS)
     args = parser.parse_args()
     for name in args.only:
-        if name not in ENTRANTS:
-            parser.error(f"--only: {name!r} is no entrant; give some of {'; '.join(ENTRANTS)}")
+        if name not in ALL_ENTRANTS:
+            parser.error(f"--only: {name!r} is no entrant; give some of {'; '.join(ALL_ENTRANTS)}")
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0)) if args.core is None else args.core})
     if args.entrant:
         with redirect_stdout(sys.stderr):

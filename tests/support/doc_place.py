@@ -44,6 +44,7 @@ NOT_RUN = {
     "benchmarks/edge/links.py": "needs root, and namespaces of the network",
     "benchmarks/peer_logits.py": "runs beside packages that are not installed here",
     "benchmarks/peer_losses.py": "runs beside packages that are not installed here",
+    "benchmarks/time_to_acceptance.py": "runs beside packages that are not installed here",
     "pipedraft.models.exchange.openvino_ir": "runs beside packages that are not installed here",
     "docs/lab/other_engines.py": "runs beside packages that are not installed here",
     "docs/lab/cpu_products.py": "times products of a real size",
