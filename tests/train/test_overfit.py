@@ -63,7 +63,7 @@ def test_a_head_learns_one_conversation_by_heart(method, words, tmp_path, monkey
     found = PASSED.fullmatch(capsys.readouterr().out)
     assert found
     _, steps, tau, _, first, last, answer = (float(text) for text in found.groups())
-    assert steps <= 80 and last < 0.1 * first and answer >= overfit.LEAST_TOKENS
+    assert steps <= 80 and last < 0.3 * first and answer >= overfit.LEAST_TOKENS
     # SPD never restarts. With one draft token, EAGLE's rounds have two tokens.
     assert tau == (answer - 1 if method == "spd" else 2)
     assert not list((tmp_path / "out").iterdir())
