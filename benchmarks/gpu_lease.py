@@ -44,6 +44,8 @@ SMOLLM2_LISTED = {
 """Hidden states per depth: only a few distinct ones, so depths share projections and a head stays
 small."""
 
+MIN_STEPS = 3
+"""Steps before a run's length is estimated."""
 COMMON = ["--optim.name", "muon", "--optim.lr", "3e-3", "--max_steps", "1000000"]
 
 
@@ -418,36 +420,9 @@ def last_metrics(path: Path) -> dict[str, Any]:
 
 
 def train_head(options: argparse.Namespace) -> None:
-    from accelerate.utils import set_seed
-
-    from pipedraft.train import run as entry
-    from pipedraft.train.config import parse_run
-    from pipedraft.train.launch import load_frozen_target, make_accelerator
-    from pipedraft.train.loop import Trainer
+    from pipedraft.train.config import RunConfig, parse_run
     from pipedraft.train.methods import methods
-
-    class TimedTrainer(Trainer):
-        """Trainer that lowers the learning rate by the time left, not by steps."""
-
-        begin: float | None = None
-
-        def _elapsed(self) -> float:
-            if self.begin is None or self.progress.step < 3:  # kernels are loaded in the first
-                self.begin = time.monotonic()
-            return time.monotonic() - self.begin
-
-        def _set_rate(self) -> float:
-            left = max(0.0, 1 - self._elapsed() / options.seconds)
-            rate = self.config.optim.lr * left * min(1.0, (self.progress.step + 1) / 100)
-            for optimizer in self.optimizers:
-                for group in optimizer.param_groups:
-                    group["lr"] = rate
-            return rate
-
-        def _finish_step(self, log: Any) -> None:
-            if self._elapsed() >= options.seconds:
-                self.num_steps = self.progress.step
-            super()._finish_step(log)
+    from pipedraft.train.run import build_trainer, train
 
     spec = {"trials": TRIALS, "heads": HEADS}[options.of][options.name]
     cuda = torch.cuda.is_available()
@@ -459,28 +434,29 @@ def train_head(options: argparse.Namespace) -> None:
     arguments += ["--evaluation.every_steps", str(options.every), "--evaluation.max_rows", "64"]
     arguments += ["--save_every_steps", "1000000", "--log_every_steps", "25", *options.more]
     run, model, resolved = parse_run(arguments, methods(), "")
+
+    def load(run: RunConfig, *_: Any) -> TokenizedData:
+        ids, marks = read_token_rows(options.data / "rows.safetensors")
+        prompt_lengths, longest = [abs(mark) for mark in marks], run.data.max_length
+        return token_data(ids, prompt_lengths, num_valid=64, max_length=longest, labels=spec.labels)
+
     started = time.monotonic()
-    accelerator = make_accelerator(run)
-    set_seed(run.seed)
-    run.output_dir.mkdir(parents=True, exist_ok=True)
-    target = load_frozen_target(run, accelerator)
-    ids, marks = read_token_rows(options.data / "rows.safetensors")
-    data = token_data(
-        ids,
-        [abs(mark) for mark in marks],
-        num_valid=64,
-        max_length=run.data.max_length,
-        labels=spec.labels,
-    )
-    objective_class = entry.registry()[run.method]
-    objective = objective_class(model, target, target_name=options.target, revision=None, data=data)
-    trainer = TimedTrainer(run, objective, data, pad_id=0, accelerator=accelerator, started=started)
+    trainer = build_trainer(run, model, load)
     print(options.name, f"ready after {time.monotonic() - started:.0f} s", flush=True)
-    entry.train(trainer, resolved)
+    begin, finish = time.monotonic(), trainer._finish_step
+
+    def finish_in_time(log: Any) -> None:
+        """Let the run, and with it the learning rate's decay, end with the seconds."""
+        step, share = trainer.progress.step, (time.monotonic() - begin) / options.seconds
+        if step >= MIN_STEPS:  # kernels are loaded in the first
+            trainer.num_steps = step if share >= 1 else max(step + 1, round(step / share))
+        finish(log)
+
+    trainer._finish_step = finish_in_time  # type: ignore[method-assign]
+    train(trainer, resolved)
     peak = torch.cuda.max_memory_allocated() / 1e9 if cuda else 0.0
-    spent = time.monotonic() - (trainer.begin or started)
     line = f"{trainer.progress.step} steps, {trainer.progress.tokens} supervised tokens"
-    print(f"{options.name}: {line} in {spent:.0f} s, peak {peak:.1f} GB", flush=True)
+    print(f"{options.name}: {line} in {time.monotonic() - begin:.0f} s, peak {peak:.1f} GB")
 
 
 def pack(folder: Path, out: Path, name: str) -> None:

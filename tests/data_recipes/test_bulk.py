@@ -1,5 +1,6 @@
 """Bulk sampling equals decoding one row at a time; token rows survive writing and reading."""
 
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -94,3 +95,18 @@ def test_token_rows_come_back_and_hold_out_rows(tmp_path: Path):
     assert (len(data.train), len(data.valid)) == (1, 1)  # two answers have too few tokens
     assert sum(data.train[0]["loss_mask"]) == 11
     assert sum(data.valid["loss_mask"][0]) == 20
+
+
+@pytest.mark.all
+def test_a_head_trains_for_some_seconds(tmp_path: Path, monkeypatch):
+    rng = np.random.default_rng(0)
+    ids = [rng.integers(5, 500, 40).astype(np.int32) for _ in range(80)]
+    gpu_lease.write_token_rows(tmp_path / "rows.safetensors", ids, [10] * len(ids))
+    words = ["head", "--name=spd_n4", "--of=heads", "--target=assets/target", "--seconds=1"]
+    words += [f"--data={tmp_path}", f"--out={tmp_path / 'out'}", "--every=0", "--tokens=256", "--"]
+    words += ["--model.depth_layers=[[2], [4], [6], [8]]", "--evaluation.decode_prompts=0"]
+    words += ["--model.num_layers=1", "--model.draft_vocab_size=256", "--trackers=[]"]
+    monkeypatch.setattr(sys, "argv", ["benchmarks/gpu_lease.py", *words])
+    chosen = gpu_lease.read_options()
+    chosen.run(chosen)
+    assert (tmp_path / "out" / "best" / "model.safetensors").exists()
