@@ -372,13 +372,16 @@ class RunForecast:
     num_steps: int
     longest: float
     """Tokens in a round with every draft token accepted."""
+    is_first: bool = True
+    """False for a run from a trained head: the tokens that it has read before are unknown."""
 
     def is_due(self, before: int, step: int) -> bool:
         """Return True if a forecast is due at ``step``, after a record at ``before``."""
         return any(before < fraction * self.num_steps <= step for fraction in FRACTIONS)
 
     def figures(self, records: Sequence[Values]) -> dict[str, float]:
-        """Return the forecasts' log entries, or {} if there are too few records.
+        """Return the forecasts' log entries, or {} if there are too few records, or the run is not
+        the head's first.
 
         Entries are ``forecast/end``, ``forecast/10x`` and ``forecast/100x``, each also with
         ``_low`` and ``_high``. At the end, ``forecast/end`` is left out. Only ``STAGED`` methods
@@ -387,7 +390,7 @@ class RunForecast:
         step, tokens = records[-1]["step"], records[-1]["tokens"]
         curve = Curve(self.method, tuple(points_of(records, self.peak_rate)))
         made = forecaster(self.method, self.kind)
-        law = made.law(curve, tokens) if tokens else None
+        law = made.law(curve, tokens) if tokens and self.is_first else None
         if law is None:
             return {}
         found: dict[str, float] = {}

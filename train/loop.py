@@ -517,6 +517,7 @@ class Trainer:
             final_decay=1 - rate_factor(num_steps - 1, num_steps, config.optim),
             num_steps=num_steps,
             longest=longest_round(self.objective),
+            is_first=self.objective.config.init_from is None,
         )
         log = MetricsLog(
             config, accelerator, progress=self.progress, pace=self.pace, forecast=forecast

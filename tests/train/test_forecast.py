@@ -3,6 +3,7 @@
 import json
 import math
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -149,6 +150,18 @@ def test_a_run_logs_its_forecasts(method, world, tmp_path, capsys):
     said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("forecast")]
     assert said == [told(record, "decoded") for record in made]
     assert said[0].startswith("forecast (with 90 % intervals): tau ") and " at the end" in said[0]
+
+
+def test_a_run_from_a_trained_head_makes_no_forecast():
+    records = [
+        {"step": step, "tokens": 100.0 * step, "agreement": 0.3 + step / 200, "lr": 1e-3}
+        for step in range(1, 41)
+    ]
+    run = RunForecast(
+        method="spd", kind="expected", num_steps=80, peak_rate=1e-3, final_decay=1.0, longest=99
+    )
+    assert "forecast/end" in run.figures(records)
+    assert not replace(run, is_first=False).figures(records)
 
 
 def test_a_forecast_is_due_once_at_each_share():
