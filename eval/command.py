@@ -1,5 +1,6 @@
 """Run an evaluation, from its options to the report."""
 
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
@@ -283,6 +284,10 @@ def evaluate_drafts(
     named, place = options.part(DraftsOptions), options.part(TargetOptions)
     way, output = options.part(MethodOptions), options.part(OutputOptions)
     benchmarks = load_tasks(options.benchmarks, options.data_dir, options.limit)
+    if options.limit is not None:
+        short = [name for name, prompts in benchmarks.items() if len(prompts) < options.limit]
+        for name in short:
+            print(f"{name} has only {len(benchmarks[name])} prompts", file=sys.stderr)
     chosen = named.checkpoint, named.target, named.draft_model, named.draft
     target_name, revision, drafts = read_drafts(*chosen)
     if output.score:

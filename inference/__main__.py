@@ -67,8 +67,8 @@ def print_figures(name: str, result: DecodeResult, where: str) -> None:
         f"first in {result.num_steps} steps: equivalent acceptance length "
         f"{shown(result.equivalent_acceptance_length)}, acceptance rate "
         f"{shown(result.draft_acceptance_rate)}; {result.num_tokens / max(elapsed, 1e-9):.0f} "
-        f"tokens/s in {where}, {result.prefill_s * 1e3:.0f} ms to the first token "
-        f"({result.stop_reason})",
+        f"tokens/s in {where}, {result.prefill_s * 1e3:.0f} ms to the first "
+        f"token; {result.ending}",
         file=sys.stderr,
     )
 

@@ -13,6 +13,13 @@ if TYPE_CHECKING:
     from .tree import TokenTree
     from .verdict import Verdict
 
+ENDINGS = {
+    "eos": "the model ended its answer",
+    "max_new_tokens": "ended by --max-new-tokens",
+    "max_length": "ended at the model's maximum length",
+}
+"""What commands print for a ``DecodeResult.stop_reason``."""
+
 
 def stop_reason(
     token: int,
@@ -139,6 +146,11 @@ class DecodeResult:
             self.position_accepts.append(0)
         self.position_tests[place] += 1
         self.position_accepts[place] += is_accepted
+
+    @property
+    def ending(self) -> str:
+        """Why decoding ended, as commands print it."""
+        return ENDINGS.get(self.stop_reason, self.stop_reason)
 
     @property
     def num_tokens(self) -> int:

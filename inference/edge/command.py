@@ -146,7 +146,7 @@ def print_figures(name: str, result: DecodeResult, pipeline: RemotePipeline) -> 
         f"{shown(result.mean_acceptance_length)}, acceptance "
         f"{shown(result.draft_acceptance_rate)}; "
         f"{up.payload_bytes} bytes up in {up.messages} messages, {down.payload_bytes} down in "
-        f"{down.messages}; round trip {round_trip_s * 1e3:.1f} ms ({result.stop_reason})",
+        f"{down.messages}; round trip {round_trip_s * 1e3:.1f} ms; {result.ending}",
         file=sys.stderr,
     )
     if pipeline.num_reopened:

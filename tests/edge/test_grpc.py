@@ -346,6 +346,7 @@ def test_figures_of_nothing_are_dashes(capsys):
     remote, local = capsys.readouterr().err.splitlines()
     assert "L' -, tokens per round tau -, acceptance -;" in remote
     assert "acceptance length -, acceptance rate -;" in local
+    assert all(line.endswith("; the model ended its answer") for line in (remote, local))
 
 
 @in_loop

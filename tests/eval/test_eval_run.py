@@ -321,7 +321,13 @@ def test_command_writes_every_file_and_prints_the_table(folders, engine, capsys)
     assert "--temperature 0,1" in manifest["command"]
     assert len(manifest["tokenizer"]["sha256"]) == 64
     assert AUTOREGRESSIVE in (folders.out / "report.md").read_text()
-    assert AUTOREGRESSIVE in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert AUTOREGRESSIVE in said.out and "has only" not in said.err
+
+
+def test_a_limit_above_a_benchmarks_prompts_is_said(folders, engine, capsys) -> None:
+    assert status(command(folders, "--limit", "99")) == 0
+    assert "mine has only" in capsys.readouterr().err
 
 
 def test_bitwise_of_the_command_is_every_methods(folders, engine) -> None:
