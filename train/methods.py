@@ -104,9 +104,9 @@ class SPDTrainConfig(SPDConfig, StagedTrainConfig):
     fills: int = 1
     """Fill samples per batch: the head runs once for each, the target once for all."""
     start: Literal["deepest", "ridge"] = "deepest"
-    """Initial projection of the newest token. deepest: identity, so the stream starts as the
-    embedding. ridge: the linear map from embeddings to normed final states with the best fit on
-    training rows, so an LM head can read the stream from the first step on."""
+    """Initial weights. deepest: the stream starts as the newest token's embedding, and attention is
+    random. ridge: the embedding, and the states of the tokens before it, which the first layer's
+    heads begin by reading, have the best linear fit to the target's normed final state."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,25 +1,64 @@
 """Training objective for the SPD head, by distillation with a simulated pipeline fill."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..files import Values
 from ..models.heads.draft import Draft
 from ..models.heads.spd import SPD
-from ..models.transformer.decoder import embed
+from ..models.transformer.layers import Attention
 from .batch import Batch, pick, put
 from .methods import SPDTrainConfig
 from .objective import LossOutput, StagedObjective, labeled_rows
 from .ridge import FITTED_ROWS, Ridge
 
-# B batch, T positions, P = B T, H hidden, M labeled rows
+# B batch, T positions, H hidden, M labeled or fitted rows, K width of the newest token's feature
+# D distances, R values' rank, A entries of all value heads, E entries of a head, F frequencies
 
-RIDGE = 0.03
-"""Fit penalty as a share of the mean squared embedding entry."""
+FIT_PENALTY, CONSTANT_PENALTY = 0.01, 1e-3
+"""Fit penalties as shares of the inputs' mean squares."""
+SCORE_DROP, LEAST_ANGLE = 2.0, 0.05
+"""How far the attention scores of a fitted head's distance are above those of the next ones, and
+the slowest rotary frequency used for it, in radians per token."""
+
+
+def attend_to_distances(
+    attention: Attention, frequencies_F: Tensor, asked_H: Tensor, seen_H: Tensor
+) -> None:
+    """Let the d-th query head of each group of heads attend to distance d, d = 1, 2 ..
+
+    Added to queries and keys, as complex entries: q = a e^(-i d w), k = a for frequencies w. At
+    distance s, rotary embeddings turn their product by s w, so it is a^2 sum cos((s - d) w).
+
+    Args:
+        asked_H, seen_H: their products with normed inputs of queries and keys are about 1.
+    """
+    angle_F = frequencies_F.double().cpu()
+    fast_F = (angle_F > LEAST_ANGLE).double()
+    drop = float((fast_F * (1 - angle_F.cos())).sum()) / attention.head_size**0.5
+    fast_F *= (SCORE_DROP / drop) ** 0.5
+    groups = attention.num_heads // attention.num_key_value_heads
+
+    def add(weight: Tensor, head: int, distance: int, constant_H: Tensor) -> None:
+        turned_F = distance * angle_F
+        entries_E = torch.cat([fast_F * turned_F.cos(), -fast_F * turned_F.sin()])
+        rows = slice(head * attention.head_size, head * attention.head_size + len(entries_E))
+        weight[rows] += (entries_E[:, None] * constant_H.cpu()).to(weight)
+
+    for head in range(attention.num_heads):
+        add(attention.q_proj.weight, head, head % groups + 1, asked_H)
+    for head in range(attention.num_key_value_heads):
+        add(attention.k_proj.weight, head, 0, seen_H)
+
+
+def normed(x_H: Tensor) -> Tensor:
+    """Return rows with a root mean square of 1."""
+    return F.rms_norm(x_H, x_H.shape[-1:])
 
 
 def sample_occupancy(
@@ -58,34 +97,89 @@ class SPDObjective(StagedObjective[SPDTrainConfig]):
 
     @torch.no_grad()
     def start_on(self, batches: Iterable[Batch]) -> None:
-        """Initialize the newest token's projection by ridge regression, in closed form.
+        """Fit the newest token's projection and the first layer's attention, by ridge regression.
 
-        W = argmin sum_t |W e_t - u_t|^2 + lambda |W|^2,  u_t = h_t / rms(h_t)
+        u_t = h_t / rms(h_t), where h_t is token t's state after the target's last layer, before the
+        final norm. e_t is the newest token's feature, x_t^d the normed feature of token t - d in a
+        full pipeline:
 
-        e_t is the token's embedding. h_t is the token's state after the target's last layer, before
-        the final norm. The head's own norm then gives the LM head rows at a familiar scale. Without
-        this fit, the stream starts as the embedding, and a tied LM head reads the token itself from
-        the stream.
+            W e_t + A x_t^1 = u_t,              A = W_v B of the values' rank
+            sum_d O_d W_v x_t^d = u_t - W e_t,  d = 1, 2 .. query heads per key head
+
+        So the head's own norm gives the LM head rows at a familiar scale. The d-th query head of
+        each group attends to distance d: queries and keys get a constant part, turned by as much
+        as the rotary embedding turns them apart.
         """
-        weight_HH: Tensor = self.draft.projections[self.draft.block_of_depth[0]].weight  # type: ignore[assignment]
-        if self.config.start != "ridge" or self.config.init_from is not None or weight_HH.is_meta:
+        draft, config = self.draft, self.config
+        weight_HK: Tensor = draft.projections[draft.block_of_depth[0]].weight  # type: ignore[assignment]
+        if config.start != "ridge" or config.init_from is not None or weight_HK.is_meta:
             return
-        hidden, last = weight_HH.shape[0], self.num_target_layers
-        decoder = self.target.get_decoder()
-        # The head follows the target to its device in Trainer.
-        fit, num_rows = Ridge(hidden, hidden, next(self.target.parameters()).device), 0
+        (hidden, width), place = weight_HK.shape, next(self.target.parameters()).device
+        attention, batches = draft.decoder_layers[0].self_attn, iter(batches)
+        first = Ridge(width + hidden, hidden, place)
+        for own_MK, near_MDH, unit_MH in self._fitted_rows(batches, 1):
+            first.add(torch.cat([own_MK, near_MDH[:, 0]], -1), unit_MH)
+        own_KH = first.solve(FIT_PENALTY, width)[:width]
+        weight_HK.copy_(own_KH.T)
+        values_HR, output_RH = first.solve_rank(FIT_PENALTY, len(attention.v_proj.weight), width)
+        # Both factors get the same norm.
+        values_HR *= (output_RH.norm() / values_HR.norm()).sqrt()
+        attention.v_proj.weight[: values_HR.shape[1]] = values_HR.T.to(attention.v_proj.weight)
+        values_HA = attention.v_proj.weight.T.to(place, torch.float64)
+
+        count = attention.num_heads // attention.num_key_value_heads
+        second = Ridge(count * values_HA.shape[1], hidden, place)
+        asked, seen = (Ridge(hidden, 1, place) for _ in range(2))
+        for own_MK, near_MDH, unit_MH in self._fitted_rows(batches, count):
+            stream_MH = own_MK @ own_KH
+            # Query heads are in the order of their key heads.
+            values_MDJE = (near_MDH @ values_HA).unflatten(-1, (-1, attention.head_size))
+            second.add(values_MDJE.transpose(1, 2).flatten(1), unit_MH - stream_MH)
+            asked.add(normed(stream_MH), unit_MH.new_ones(len(unit_MH), 1))
+            near_NH = near_MDH.flatten(0, 1)
+            seen.add(near_NH, near_NH.new_ones(len(near_NH), 1))
+        if not second.num_rows:
+            return
+        attention.o_proj.weight.copy_(second.solve(FIT_PENALTY).T)
+        constants = [fit.solve(CONSTANT_PENALTY)[:, 0] for fit in (asked, seen)]
+        attend_to_distances(attention, draft.rotary.get_buffer("frequencies"), *constants)
+
+    def _fitted_rows(
+        self, batches: Iterator[Batch], count: int
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Yield newest tokens' features, those at distances 1 to ``count``, and u, in float64.
+
+        Tokens without another one at distance ``count`` are left out.
+        """
+        draft, last, num_rows = self.draft, self.num_target_layers, 0
         for batch in batches:
+            taps, place_BT = self.hidden(batch), batch.places()
             # Padding would enter the fit as a frequent token.
-            is_token_BT = batch.places() >= 0
-            states_PH = pick(self.hidden(batch)[last], is_token_BT).double()
-            ids_P = pick(batch.ids_BT, is_token_BT)
-            embedded_PH = embed(decoder.embed_tokens, decoder.config, ids_P)
-            fit.add(embedded_PH, states_PH / states_PH.square().mean(-1, keepdim=True).sqrt())
-            num_rows += len(embedded_PH)
-            if num_rows >= FITTED_ROWS:
-                break
-        # The solution maps rows, [in, out]; nn.Linear stores [out, in].
-        weight_HH.copy_(fit.solve(RIDGE).T)
+            has_all_BT = (place_BT.roll(count, 1) == place_BT) & (place_BT >= 0)
+            has_all_BT[:, :count] = False
+            own_MK = torch.cat(
+                [pick(taps[layer], has_all_BT) for layer in draft.feature_layers[0]], -1
+            ).double()
+            near = [
+                pick(self._deepest(taps, distance).roll(distance, 1), has_all_BT)
+                for distance in range(1, count + 1)
+            ]
+            unit_MH = normed(pick(taps[last], has_all_BT).double())
+            yield own_MK, normed(torch.stack(near, 1).double()), unit_MH
+            num_rows += len(unit_MH)
+            if num_rows >= FITTED_ROWS // 2:
+                return
+
+    def _deepest(self, taps: Mapping[int, Tensor], distance: int) -> Tensor:
+        """Return the feature at a distance, up to its scale, before training.
+
+        A feature's projection starts as the identity on its deepest layer.
+        """
+        draft = self.draft
+        layer = draft.feature_layers[min(distance, draft.config.max_in_flight)][-1]
+        if draft.config.normed_last and layer == self.num_target_layers:
+            return taps[layer] * draft.norm.weight.to(taps[layer])
+        return taps[layer]
 
     def forward(
         self,

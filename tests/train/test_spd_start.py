@@ -4,20 +4,21 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny_models import tiny_llama
+from tiny_models import tiny_llama, tiny_qwen3
 
 from pipedraft.models.target import capture_hidden
+from pipedraft.train import spd
 from pipedraft.train.batch import Batch
 from pipedraft.train.methods import SPDTrainConfig
-from pipedraft.train.spd import RIDGE, SPDObjective
+from pipedraft.train.ridge import Ridge
+from pipedraft.train.spd import SPDObjective
 
 
-def make_objective(**settings) -> SPDObjective:
+def make_objective(target=None, **settings) -> SPDObjective:
     config = SPDTrainConfig(num_stages=4, num_layers=1, **settings)
     no_data = SimpleNamespace(report=SimpleNamespace(to_dict=dict))
-    return SPDObjective(
-        config, tiny_llama(layers=4), target_name="tiny", revision=None, data=no_data
-    )
+    target = tiny_llama(layers=4) if target is None else target
+    return SPDObjective(config, target, target_name="tiny", revision=None, data=no_data)
 
 
 def make_rows(seed: int = 0) -> list[dict[str, list[int]]]:
@@ -27,25 +28,108 @@ def make_rows(seed: int = 0) -> list[dict[str, list[int]]]:
     return [{"input_ids": row, "loss_mask": [1] * len(row)} for row in ids]
 
 
+def pairs(objective: SPDObjective, rows: list, count: int) -> list[torch.Tensor]:
+    """Return newest tokens' embeddings, normed features at distances 1 to ``count``, and u."""
+    found = []
+    for row in rows:
+        layers = {layer for depth in objective.draft.feature_layers for layer in depth} | {4}
+        taps = capture_hidden(objective.target, torch.tensor([row["input_ids"]]), layers)
+        near = [
+            spd.normed(taps[objective.draft.feature_layers[d][-1]][0])[count - d : -d]
+            for d in range(1, count + 1)
+        ]
+        own, last = (taps[layer][0][count:] for layer in (0, 4))
+        found.append([x.double() for x in (own, torch.stack(near, 1), spd.normed(last))])
+    return [torch.cat(parts) for parts in zip(*found, strict=True)]
+
+
 @pytest.mark.parametrize("make_batch", [lambda rows: Batch.padded(rows, 0), Batch.packed])
-def test_ridge_solves_the_normal_equations_without_padding(make_batch):
-    rows = make_rows()
+def test_the_start_is_the_best_linear_continuation(make_batch, monkeypatch):
+    monkeypatch.setattr(spd, "FITTED_ROWS", 2)  # a batch for each fit
     objective = make_objective(start="ridge")
     before = [p.clone() for p in objective.draft.projections.parameters()]
-    objective.start_on(iter([make_batch(rows)]))
-    embedded, states = [], []
-    for row in rows:
-        ids = torch.tensor([row["input_ids"]])
-        found = capture_hidden(objective.target, ids, {0, 4})
-        embedded.append(found[0][0].double())
-        states.append(found[4][0].double())
-    e_PH, h_PH = torch.cat(embedded), torch.cat(states)
-    u_PH = h_PH / h_PH.square().mean(-1, keepdim=True).sqrt()
+    objective.start_on(iter([make_batch(make_rows(seed)) for seed in (0, 1)]))
     weight, *others = (p.double() for p in objective.draft.projections.parameters())
-    penalty = RIDGE * (e_PH.T @ e_PH).diagonal().mean()
-    gradient = (e_PH @ weight.T - u_PH).T @ e_PH + penalty * weight
-    torch.testing.assert_close(gradient, torch.zeros_like(gradient), atol=1e-4, rtol=0)
     assert all(torch.equal(a.double(), b) for a, b in zip(before[1:], others, strict=True))
+    # First, the newest token with the one before it.
+    own, near, unit = pairs(objective, make_rows(0), 1)
+    fit = Ridge(64, 32, torch.device("cpu"))
+    fit.add(torch.cat([own, near[:, 0]], -1), unit)
+    torch.testing.assert_close(weight.T, fit.solve(spd.FIT_PENALTY, 32)[:32], atol=1e-5, rtol=1e-4)
+    attention = objective.draft.layers[0].self_attn
+    values, _ = fit.solve_rank(spd.FIT_PENALTY, len(attention.v_proj.weight), 32)
+    found = attention.v_proj.weight.double().T
+    torch.testing.assert_close(found / found.norm(), values / values.norm(), atol=1e-4, rtol=1e-3)
+    # Then what all heads read, if each attends to its distance alone.
+    count = attention.num_heads // attention.num_key_value_heads
+    own, near, unit = pairs(objective, make_rows(1), count)
+    read = (near @ found).unflatten(-1, (-1, attention.head_size)).transpose(1, 2).flatten(1)
+    gradient = (read @ attention.o_proj.weight.double().T - (unit - own @ weight.T)).T @ read
+    penalty = spd.FIT_PENALTY * (read.T @ read).diagonal().mean()
+    gradient += penalty * attention.o_proj.weight.double()
+    torch.testing.assert_close(gradient, torch.zeros_like(gradient), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("kind", [tiny_llama, tiny_qwen3])
+def test_fitted_heads_attend_to_their_distances(kind):
+    objective = make_objective(kind(layers=4))
+    attention, rotary = objective.draft.layers[0].self_attn, objective.draft.rotary
+    with torch.no_grad():
+        attention.q_proj.weight.zero_()
+        attention.k_proj.weight.zero_()
+        constant = torch.zeros(32).index_fill(0, torch.tensor([3]), 1.0)
+        spd.attend_to_distances(attention, rotary.frequencies, constant, constant)
+        rows = torch.randn(12, 32, generator=torch.Generator().manual_seed(0))
+        rows[:, 3] = 1
+        query, key, _ = attention.project(rows, *rotary.of_heads(torch.arange(12), torch.float32))
+    groups = attention.num_heads // attention.num_key_value_heads
+    assert groups > 1
+    for head in range(attention.num_heads):
+        scores = query[-1, head] @ key[:, head // groups].T / attention.head_size**0.5
+        place = 11 - (head % groups + 1)
+        assert int(scores.argmax()) == place
+        if kind is tiny_llama:  # Qwen3's norms set the scores' scale
+            drops = scores[place] - scores[[place - 1, place + 1]]
+            torch.testing.assert_close(drops, torch.full((2,), spd.SCORE_DROP))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"query": "all"},
+        {"timing": "output_states"},
+        {"tokens_per_step": 2},
+        {"features": "listed", "depth_layers": ((1,), (2,), (3,), (2, 4)), "normed_last": True},
+    ],
+    ids=lambda settings: "_".join(settings) or "paper",
+)
+def test_an_untrained_head_is_closer_to_the_target_than_a_random_one(settings, monkeypatch):
+    monkeypatch.setattr(spd, "FITTED_ROWS", 300)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(1, 30, (16, 40), generator=generator).tolist()
+    batch = Batch.padded([{"input_ids": row, "loss_mask": [1] * 40} for row in ids], 0)
+    target, losses, right = tiny_llama(layers=4), [], Ridge.add
+
+    def wrong(fit: Ridge, x: torch.Tensor, y: torch.Tensor) -> None:
+        right(fit, x, y.roll(1, 0))
+
+    for start, add in (("deepest", right), ("ridge", right), ("ridge", wrong)):
+        torch.manual_seed(1)
+        objective = make_objective(target, start=start, **settings)
+        monkeypatch.setattr(Ridge, "add", add)
+        objective.start_on(iter([batch, batch]))
+        monkeypatch.undo()
+        with torch.no_grad():
+            losses.append(float(objective(batch, torch.Generator(), occupancies=[3]).loss))
+    assert losses[1] < 0.9 * losses[0] and losses[1] < 0.9 * losses[2]
+
+
+def test_too_few_rows_for_two_fits_leave_attention_random():
+    objective = make_objective(start="ridge")
+    before = objective.draft.layers[0].self_attn.o_proj.weight.clone()
+    objective.start_on(iter([Batch.padded(make_rows(), 0)]))
+    assert torch.equal(before, objective.draft.layers[0].self_attn.o_proj.weight)
 
 
 def test_the_start_is_left_alone_unless_asked_for():
