@@ -26,6 +26,9 @@ SCORE_DROP, LEAST_ANGLE = 2.0, 0.05
 """How far the attention scores of a fitted head's distance are above those of the next ones, and
 the slowest rotary frequency used for it, in radians per token."""
 
+FITTED_PIECE = 2048
+"""Rows at once in float64, which bounds a fit's memory."""
+
 
 def attend_to_distances(
     attention: Attention, frequencies_F: Tensor, asked_H: Tensor, seen_H: Tensor
@@ -157,16 +160,16 @@ class SPDObjective(StagedObjective[SPDTrainConfig]):
             # Padding would enter the fit as a frequent token.
             has_all_BT = (place_BT.roll(count, 1) == place_BT) & (place_BT >= 0)
             has_all_BT[:, :count] = False
-            own_MK = torch.cat(
-                [pick(taps[layer], has_all_BT) for layer in draft.feature_layers[0]], -1
-            ).double()
+            own = [pick(taps[layer], has_all_BT) for layer in draft.feature_layers[0]]
             near = [
                 pick(self._deepest(taps, distance).roll(distance, 1), has_all_BT)
                 for distance in range(1, count + 1)
             ]
-            unit_MH = normed(pick(taps[last], has_all_BT).double())
-            yield own_MK, normed(torch.stack(near, 1).double()), unit_MH
-            num_rows += len(unit_MH)
+            rows = torch.cat(own, -1), torch.stack(near, 1), pick(taps[last], has_all_BT)
+            for parts in zip(*(x.split(FITTED_PIECE) for x in rows), strict=True):
+                own_MK, near_MDH, last_MH = (x.double() for x in parts)
+                yield own_MK, normed(near_MDH), normed(last_MH)
+            num_rows += len(rows[0])
             if num_rows >= FITTED_ROWS // 2:
                 return
 
