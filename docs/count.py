@@ -26,7 +26,7 @@ NO_CODE = {
     tokenize.DEDENT,
     tokenize.ENDMARKER,
 }
-MAX_CODE_LINES = 42_300
+MAX_CODE_LINES = 42_400
 """What stands now. A change that adds code raises it in the same commit."""
 
 

@@ -220,6 +220,12 @@ def _load_target(
     return _Target(model, reference, trusts_plain, cluster.connect, cut, num_stages, True)
 
 
+def _note_short(benchmarks: Mapping[str, Sequence[object]], limit: int | None) -> None:
+    for name, prompts in benchmarks.items():
+        if len(prompts) < (limit or 0):
+            print(f"{name} has only {len(prompts)} prompts", file=sys.stderr)
+
+
 def _check_stages(wanted: int | None, drafts: Mapping[Path, Values]) -> None:
     for folder, description in drafts.items():
         trained_for = description["architecture"].get("num_stages")
@@ -284,10 +290,7 @@ def evaluate_drafts(
     named, place = options.part(DraftsOptions), options.part(TargetOptions)
     way, output = options.part(MethodOptions), options.part(OutputOptions)
     benchmarks = load_tasks(options.benchmarks, options.data_dir, options.limit)
-    if options.limit is not None:
-        short = [name for name, prompts in benchmarks.items() if len(prompts) < options.limit]
-        for name in short:
-            print(f"{name} has only {len(benchmarks[name])} prompts", file=sys.stderr)
+    _note_short(benchmarks, options.limit)
     chosen = named.checkpoint, named.target, named.draft_model, named.draft
     target_name, revision, drafts = read_drafts(*chosen)
     if output.score:

@@ -135,6 +135,7 @@ def test_every_command_of_this_project_runs_in_one_test_or_another():
         "benchmarks/vllm_fill.py",
         "benchmarks/engines_speed.py",
         "benchmarks/peer_losses.py",
+        "benchmarks/time_to_acceptance.py",
         "benchmarks/gpu_check.py",
         "docs/lab/other_engines.py",
         "docs/lab/cpu_products.py",
