@@ -51,7 +51,7 @@ from .replay import fit_cost
 from .report import title_of, write_report
 from .scores import check_scorable
 from .screen import check_folder, screen_table
-from .tasks import load_tasks
+from .tasks import Prompt, load_tasks
 from .traces import Recording, read_recordings, remove_traces, traces_of
 
 LoadedDraft = tuple[str, str, DraftNetwork]
@@ -220,10 +220,13 @@ def _load_target(
     return _Target(model, reference, trusts_plain, cluster.connect, cut, num_stages, True)
 
 
-def _note_short(benchmarks: Mapping[str, Sequence[object]], limit: int | None) -> None:
+def _read_prompts(options: EvalOptions) -> dict[str, list[Prompt]]:
+    """Read the benchmarks, and say which are shorter than --limit."""
+    benchmarks = load_tasks(options.benchmarks, options.data_dir, options.limit)
     for name, prompts in benchmarks.items():
-        if len(prompts) < (limit or 0):
+        if len(prompts) < (options.limit or 0):
             print(f"{name} has only {len(prompts)} prompts", file=sys.stderr)
+    return benchmarks
 
 
 def _check_stages(wanted: int | None, drafts: Mapping[Path, Values]) -> None:
@@ -289,8 +292,7 @@ def evaluate_drafts(
     quieten()
     named, place = options.part(DraftsOptions), options.part(TargetOptions)
     way, output = options.part(MethodOptions), options.part(OutputOptions)
-    benchmarks = load_tasks(options.benchmarks, options.data_dir, options.limit)
-    _note_short(benchmarks, options.limit)
+    benchmarks = _read_prompts(options)
     chosen = named.checkpoint, named.target, named.draft_model, named.draft
     target_name, revision, drafts = read_drafts(*chosen)
     if output.score:
