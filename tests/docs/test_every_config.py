@@ -41,7 +41,8 @@ def missing(path: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=label)
-def test_a_configuration_has_what_it_names_or_says_what_makes_it(path):
+def test_a_configuration_has_what_it_names_or_says_what_makes_it(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # where nothing has been made yet
     for thing in things(path):
         if thing.startswith("assets/"):
             assert (REPOSITORY / thing).exists()
