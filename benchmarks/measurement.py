@@ -39,7 +39,7 @@ def measure_apart(*options: str) -> dict[str, Any]:
 
 
 def seconds(work: Callable[[], Any]) -> float:
-    """Return the CPU seconds that this process spends on ``work``."""
+    """Return this process's CPU seconds for ``work``."""
     start = time.process_time()
     work()
     return time.process_time() - start

@@ -221,7 +221,7 @@ def _load_target(
 
 
 def _read_prompts(options: EvalOptions) -> dict[str, list[Prompt]]:
-    """Read the benchmarks, and say which are shorter than --limit."""
+    """Read the benchmarks, and name those shorter than --limit."""
     benchmarks = load_tasks(options.benchmarks, options.data_dir, options.limit)
     for name, prompts in benchmarks.items():
         if len(prompts) < (options.limit or 0):

@@ -17,13 +17,11 @@ class Ridge:
         like = torch.zeros(0, dtype=torch.float64, device=device)
         self.gram_KK = like.new_zeros(num_inputs, num_inputs)
         self.cross_KH = like.new_zeros(num_inputs, num_outputs)
-        self.num_rows = 0
 
     def add(self, x_MK: Tensor, y_MH: Tensor) -> None:
         x_MK, y_MH = x_MK.double(), y_MH.double()
         self.gram_KK += x_MK.T @ x_MK
         self.cross_KH += x_MK.T @ y_MH
-        self.num_rows += len(x_MK)
 
     def solve(self, penalty: float, start: int = 0) -> Tensor:
         """Return W, float64 [K, H].

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import ClassVar
 
 import torch
@@ -31,9 +32,13 @@ FITTED_PIECE = 2048
 
 
 def attend_to_distances(
-    attention: Attention, frequencies_F: Tensor, asked_H: Tensor, seen_H: Tensor
+    attention: Attention,
+    frequencies_F: Tensor,
+    distances: Sequence[int],
+    asked_H: Tensor,
+    seen_H: Tensor,
 ) -> None:
-    """Let the d-th query head of each group of heads attend to distance d, d = 1, 2 ..
+    """Let each group's query heads attend to one distance d each.
 
     Added to queries and keys, as complex entries: q = a e^(-i d w), k = a for frequencies w. At
     distance s, rotary embeddings turn their product by s w, so it is a^2 sum cos((s - d) w).
@@ -54,7 +59,7 @@ def attend_to_distances(
         weight[rows] += (entries_E[:, None] * constant_H.cpu()).to(weight)
 
     for head in range(attention.num_heads):
-        add(attention.q_proj.weight, head, head % groups + 1, asked_H)
+        add(attention.q_proj.weight, head, distances[head % groups], asked_H)
     for head in range(attention.num_key_value_heads):
         add(attention.k_proj.weight, head, 0, seen_H)
 
@@ -106,12 +111,13 @@ class SPDObjective(StagedObjective[SPDTrainConfig]):
         final norm. e_t is the newest token's feature, x_t^d the normed feature of token t - d in a
         full pipeline:
 
-            W e_t + A x_t^1 = u_t,              A = W_v B of the values' rank
+            W e_t + A x_t^1 = u_t,              A = W_v B with the values' rank
             sum_d O_d W_v x_t^d = u_t - W e_t,  d = 1, 2 .. query heads per key head
 
-        So the head's own norm gives the LM head rows at a familiar scale. The d-th query head of
-        each group attends to distance d: queries and keys get a constant part, turned by as much
-        as the rotary embedding turns them apart.
+        So the head's own norm gives the LM head rows at a familiar scale. Each group's d-th query
+        head attends to distance d: queries and keys get a constant part, turned by as much
+        as the rotary embedding turns them apart. Distances begin after the tokens
+        with the newest one's projection (m + 1 with m > 1 tokens per step).
         """
         draft, config = self.draft, self.config
         weight_HK: Tensor = draft.projections[draft.block_of_depth[0]].weight  # type: ignore[assignment]
@@ -119,8 +125,12 @@ class SPDObjective(StagedObjective[SPDTrainConfig]):
             return
         (hidden, width), place = weight_HK.shape, next(self.target.parameters()).device
         attention, batches = draft.decoder_layers[0].self_attn, iter(batches)
+        start, count = next(batches), attention.num_heads // attention.num_key_value_heads
+        # Tokens before share the newest one's projection, which is about to change.
+        nearest = draft.block_of_depth.count(draft.block_of_depth[0])
+        distances = range(nearest, nearest + count)
         first = Ridge(width + hidden, hidden, place)
-        for own_MK, near_MDH, unit_MH in self._fitted_rows(batches, 1):
+        for own_MK, near_MDH, unit_MH in self._fitted_rows(chain([start], batches), distances[:1]):
             first.add(torch.cat([own_MK, near_MDH[:, 0]], -1), unit_MH)
         own_KH = first.solve(FIT_PENALTY, width)[:width]
         weight_HK.copy_(own_KH.T)
@@ -130,10 +140,10 @@ class SPDObjective(StagedObjective[SPDTrainConfig]):
         attention.v_proj.weight[: values_HR.shape[1]] = values_HR.T.to(attention.v_proj.weight)
         values_HA = attention.v_proj.weight.T.to(place, torch.float64)
 
-        count = attention.num_heads // attention.num_key_value_heads
         second = Ridge(count * values_HA.shape[1], hidden, place)
         asked, seen = (Ridge(hidden, 1, place) for _ in range(2))
-        for own_MK, near_MDH, unit_MH in self._fitted_rows(batches, count):
+        later = next(batches, start)  # with few rows, both fits share a batch
+        for own_MK, near_MDH, unit_MH in self._fitted_rows(chain([later], batches), distances):
             stream_MH = own_MK @ own_KH
             # Query heads are in the order of their key heads.
             values_MDJE = (near_MDH @ values_HA).unflatten(-1, (-1, attention.head_size))
@@ -141,29 +151,30 @@ class SPDObjective(StagedObjective[SPDTrainConfig]):
             asked.add(normed(stream_MH), unit_MH.new_ones(len(unit_MH), 1))
             near_NH = near_MDH.flatten(0, 1)
             seen.add(near_NH, near_NH.new_ones(len(near_NH), 1))
-        if not second.num_rows:
-            return
         attention.o_proj.weight.copy_(second.solve(FIT_PENALTY).T)
         constants = [fit.solve(CONSTANT_PENALTY)[:, 0] for fit in (asked, seen)]
-        attend_to_distances(attention, draft.rotary.get_buffer("frequencies"), *constants)
+        attend_to_distances(
+            attention, draft.rotary.get_buffer("frequencies"), distances, *constants
+        )
 
     def _fitted_rows(
-        self, batches: Iterator[Batch], count: int
+        self, batches: Iterable[Batch], distances: Sequence[int]
     ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yield newest tokens' features, those at distances 1 to ``count``, and u, in float64.
+        """Yield newest tokens' features, those at the distances (ascending), and u, in float64.
 
-        Tokens without another one at distance ``count`` are left out.
+        Tokens without another one at the longest distance are left out.
         """
         draft, last, num_rows = self.draft, self.num_target_layers, 0
+        longest = distances[-1]
         for batch in batches:
             taps, place_BT = self.hidden(batch), batch.places()
             # Padding would enter the fit as a frequent token.
-            has_all_BT = (place_BT.roll(count, 1) == place_BT) & (place_BT >= 0)
-            has_all_BT[:, :count] = False
+            has_all_BT = (place_BT.roll(longest, 1) == place_BT) & (place_BT >= 0)
+            has_all_BT[:, :longest] = False
             own = [pick(taps[layer], has_all_BT) for layer in draft.feature_layers[0]]
             near = [
                 pick(self._deepest(taps, distance).roll(distance, 1), has_all_BT)
-                for distance in range(1, count + 1)
+                for distance in distances
             ]
             rows = torch.cat(own, -1), torch.stack(near, 1), pick(taps[last], has_all_BT)
             for parts in zip(*(x.split(FITTED_PIECE) for x in rows), strict=True):

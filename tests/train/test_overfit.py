@@ -51,19 +51,22 @@ def failure(arguments: list[str], monkeypatch, capsys) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize(
-    ("method", "words"),
+    ("method", "words", "share"),
     [
-        ("spd", ["--overfit-one=40", "--model.num_layers=1"]),
-        ("eagle3", ["--model.num_steps=1", "--overfit-one", "80"]),
+        ("spd", ["--overfit-one=40", "--model.num_layers=1"], 0.1),
+        # The fitted start begins close, and some processors pass at its first check.
+        ("eagle3", ["--model.num_steps=1", "--overfit-one", "80"], 0.3),
     ],
 )
-def test_a_head_learns_one_conversation_by_heart(method, words, tmp_path, monkeypatch, capsys):
+def test_a_head_learns_one_conversation_by_heart(
+    method, words, share, tmp_path, monkeypatch, capsys
+):
     monkeypatch.chdir(REPOSITORY)
     train(gate(method, tmp_path / "out", *words), monkeypatch)
     found = PASSED.fullmatch(capsys.readouterr().out)
     assert found
     _, steps, tau, _, first, last, answer = (float(text) for text in found.groups())
-    assert steps <= 80 and last < 0.3 * first and answer >= overfit.LEAST_TOKENS
+    assert steps <= 80 and last < share * first and answer >= overfit.LEAST_TOKENS
     # SPD never restarts. With one draft token, EAGLE's rounds have two tokens.
     assert tau == (answer - 1 if method == "spd" else 2)
     assert not list((tmp_path / "out").iterdir())
