@@ -198,17 +198,18 @@ class _Distillation(torch.autograd.Function):
                 )
                 if measure.drops_outside and rows_U is not None:
                     weights_M[rows] *= torch.isin(target_3L[2, chosen], rows_U.to(exact))
+                dlogits_CU = cpu.padded(dlogits_CU)
                 # Multiply out at once: backward then needs no logits, only a factor.
                 if needs_hidden:
                     dparts = [F.linear(dlogits_CU, head.t()) for head in heads]
                     dx_CH = dparts[0] if len(dparts) == 1 else torch.cat(dparts, 1)
-                    dhidden_MH[rows] = dx_CH * weights_M[rows, None]
+                    dhidden_MH[rows] = dx_CH[: rows.stop - rows.start] * weights_M[rows, None]
                 for x, dhead_UH in zip(parts, dheads, strict=True):
                     if dhead_UH is not None:
                         # Weight the [C, H] factor, not the gradient [C, U]: it is smaller.
                         x = (x * weights_M[rows, None]).to(x.dtype)
                         add = _add_rounded if is_rounded else _add_product
-                        add(dhead_UH, dlogits_CU.t(), x)
+                        add(dhead_UH, dlogits_CU.t(), cpu.padded(x))
         ctx.gradients = dhidden_MH, *dheads
         rows_4M = _rates(target_3L if index_M is None else target_3L[:, index_M], draft_3M)
         ctx.mark_non_differentiable(rows_4M)
@@ -236,7 +237,7 @@ def _logits(x_CH: Tensor, head_VH: Tensor, exact: torch.dtype) -> Tensor:
     """Return logits in dtype ``exact``. A GPU also accumulates in ``exact``, without rounding."""
     if x_CH.is_cuda and x_CH.dtype != exact:
         return torch.mm(x_CH, head_VH.t(), out_dtype=exact)
-    return F.linear(x_CH, head_VH).to(exact)
+    return cpu.linear(x_CH, head_VH).to(exact)
 
 
 def _add_product(total_UH: Tensor, left_UC: Tensor, right_CH: Tensor) -> None:

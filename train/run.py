@@ -121,6 +121,9 @@ def build_trainer(
     objective = objective_class(
         model, target, target_name=run.target, revision=run.target_revision, data=data
     )
+    if accelerator.device.type == "cpu":
+        cpu.lay_out(target)
+        cpu.lay_out(objective)
     objective.card = model_card
     if run.features is not None:
         objective.features = open_features(run, objective, tokenizer, data, accelerator)

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ..speed import cpu
 from ..speed.head_layers import finish
 from ..transformer.layers import (
     Attention,
@@ -149,7 +150,7 @@ class Eagle3(EagleHead):
         bias_C = None if projections[0].bias is None else torch.cat([p.bias for p in projections])
         # Past its end a sequence has no rows in any step, so any token will do.
         tokens = F.pad(ids_BT, (0, len(rows)))
-        embedded_BTC = F.linear(layer.input_layernorm(self.embed(tokens)), weight_CH, bias_C)
+        embedded_BTC = cpu.linear(layer.input_layernorm(self.embed(tokens)), weight_CH, bias_C)
         positions_T = positions_of(T, lengths, ids_BT.device)
         sizes = [p.out_features // attention.head_size for p in projections]
 
@@ -159,7 +160,7 @@ class Eagle3(EagleHead):
             # Continue supervised rows only; no supervised row sees the others' keys.
             rows_M = rows[step]
             normed_MH = layer.hidden_norm(state_MH)
-            joint_MC = F.linear(normed_MH, state_weight_CH)
+            joint_MC = cpu.linear(normed_MH, state_weight_CH)
             if step:
                 # Backward of index_put needs only the rows; index_copy would need joint_MC, too.
                 zeros_MC = joint_MC.new_zeros(B * T, joint_MC.shape[1])

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ..speed import cpu
 from ..speed.head_layers import cached_layer, finish
 from ..transformer.layers import (
     DecoderLayer,
@@ -124,7 +125,7 @@ class SPD(StagedDraft):
         """
         weight = self.projections[self.block_of_depth[depth]].weight
         pieces = weight.split(self.layer_config.hidden_size, 1)
-        first, *others = map(F.linear, self._states(taps, depth), pieces)
+        first, *others = map(cpu.linear, self._states(taps, depth), pieces)
         return sum(others, start=first)
 
     def _decoded_feature(self, taps: Mapping[int, Tensor], depth: int) -> Tensor:
@@ -277,7 +278,7 @@ class SPD(StagedDraft):
                 ]
             return heads
         normed_BTH = F.rms_norm(rows_BTH, rows_BTH.shape[-1:], None, self.norm.eps)
-        heads_CBTJD = F.linear(normed_BTH, weight_AH, bias_A).unflatten(-1, shape).unbind(-3)
+        heads_CBTJD = cpu.linear(normed_BTH, weight_AH, bias_A).unflatten(-1, shape).unbind(-3)
         heads = []
         for index, layer in enumerate(layers):
             key_BTJD, value_BTJD = heads_CBTJD[2 * index : 2 * index + 2]

@@ -69,11 +69,15 @@ def causal(
 
     Scores and probabilities are rounded to this dtype, as in torch's unfused attention.
     """
-    outs, by_head = [], (query_BNTD.shape[1] // keys_BJTD.shape[1], -1)
+    T, outs, by_head = query_BNTD.shape[2], [], (query_BNTD.shape[1] // keys_BJTD.shape[1], -1)
+    # No row sees the padding, because it is in the future.
+    query_BNTD, keys_BJTD, values_BJTD = (
+        cpu.padded(x, 2) for x in (query_BNTD, keys_BJTD, values_BJTD)
+    )
     for rows, scores_BJRC in _blocks(query_BNTD, keys_BJTD, scale):
         out_BJRD = scores_BJRC.softmax(-1) @ values_BJTD[:, :, : rows.stop]
         outs.append(out_BJRD.unflatten(2, by_head))
-    return torch.cat(outs, 3).flatten(1, 2)
+    return torch.cat(outs, 3).flatten(1, 2)[:, :, :T]
 
 
 def _blocks(

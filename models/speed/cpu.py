@@ -1,7 +1,7 @@
 """Speed up torch functions on a CPU with the same results, and leave other devices alone.
 
-Call ``lay_out(module)`` once before decoding, and ``keep_freed_memory`` once before training. Enter
-``muon_in_float32`` around optimizer steps.
+Call ``lay_out(module)`` once before decoding or training, and ``keep_freed_memory`` once before
+training. Enter ``muon_in_float32`` around optimizer steps.
 """
 
 # ... any leading axes, H and G columns, M and N rows, V vocabulary
@@ -13,13 +13,41 @@ from contextlib import contextmanager
 from math import gcd
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import _muon
 from torch.optim._muon import _zeropower_via_newtonschulz as torch_orthogonalize
 
 from . import kernels
 
-ROW_MULTIPLE = 32  # few distinct row counts: kernels are prepared anew for each
+# -- products with whole rows -----------------------------------------------------------------
+
+ROW_MULTIPLE = 64
+"""oneDNN prepares a program for each new number of rows in bfloat16, and keeps it (about 1 MB).
+With padded rows there are few numbers."""
+
+
+def whole_rows(count: int) -> int:
+    """Round a row count up to a multiple of ``ROW_MULTIPLE``."""
+    return -(-count // ROW_MULTIPLE) * ROW_MULTIPLE
+
+
+def padded(x: Tensor, axis: int = 0) -> Tensor:
+    """Append zeros until the axis has whole rows; on a CPU in bfloat16, else return ``x``."""
+    extra = whole_rows(x.shape[axis]) - x.shape[axis]
+    if not extra or x.dtype != torch.bfloat16 or not is_cpu(x.device):
+        return x
+    return torch.cat([x, x.new_zeros(*x.shape[:axis], extra, *x.shape[axis + 1 :])], axis)
+
+
+def linear(input: Tensor, weight_GH: Tensor, bias_G: Tensor | None = None) -> Tensor:
+    """Return ``F.linear``, computed with whole rows under a CPU's bfloat16 autocast."""
+    if not torch.is_autocast_enabled("cpu") or not is_cpu(input.device):
+        return F.linear(input, weight_GH, bias_G)
+    rows_MH = input.reshape(-1, input.shape[-1])
+    whole_MH = padded(rows_MH.to(torch.get_autocast_dtype("cpu")))
+    out_MG = F.linear(whole_MH, weight_GH, bias_G)[: len(rows_MH)]
+    return out_MG.view(*input.shape[:-1], out_MG.shape[-1])
 
 
 # -- products with few rows ------------------------------------------------------------------
@@ -30,22 +58,18 @@ MOST_ROWS = 64
 
 
 def lay_out(module: nn.Module) -> None:
-    """Switch a module's large linear layers to the fastest matrix product for few rows.
+    """Switch a module's linear layers to the fastest matrix products.
 
-    The fastest product is a compiled kernel (``kernels.py``). Without a compiler, torch multiplies
-    the weight by several rows as columns.
+    Few rows in large layers: a compiled kernel (``kernels.py``), or without a compiler, torch's
+    product of the weight with several rows as columns. Under autocast: ``linear``.
     """
     for layer in module.modules():
-        if (
-            type(layer) is nn.Linear
-            and layer.weight.device.type in ("cpu", "meta")
-            and layer.weight.numel() >= LEAST_WEIGHTS
-        ):
-            layer.__class__ = FewRowsLinear  # the same object, so names and references stay
+        if type(layer) is nn.Linear and layer.weight.device.type in ("cpu", "meta"):
+            layer.__class__ = LaidOutLinear  # the same object, so names and references stay
 
 
-class FewRowsLinear(nn.Linear):
-    """Linear layer with the faster product from ``lay_out`` for few rows in inference mode.
+class LaidOutLinear(nn.Linear):
+    """Linear layer with the products of ``lay_out``, for few rows only in inference mode.
 
     Decoding uses inference mode. The reference, transformers' ``generate``, does not.
     """
@@ -53,14 +77,16 @@ class FewRowsLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         weight_GH = self.weight
         num_rows = input.numel() // input.shape[-1]
+        if torch.is_autocast_enabled("cpu"):
+            return linear(input, weight_GH, self.bias)
         if (
             not 1 <= num_rows <= MOST_ROWS
+            or weight_GH.numel() < LEAST_WEIGHTS
             or not torch.is_inference_mode_enabled()
             or weight_GH.dtype != torch.float32
             or type(weight_GH) not in (nn.Parameter, Tensor)  # sharded or quantized
             or input.dtype != torch.float32
             or input.device.type != "cpu"
-            or torch.is_autocast_enabled("cpu")
         ):
             return super().forward(input)
         rows_MH = input.reshape(num_rows, -1)
@@ -73,7 +99,7 @@ class FewRowsLinear(nn.Linear):
             out_MG = (weight_GH @ rows_MH.T).T.contiguous()
             if self.bias is not None:
                 out_MG += self.bias
-        return out_MG.view(*input.shape[:-1], -1)
+        return out_MG.view(*input.shape[:-1], out_MG.shape[-1])
 
 
 # -- logits --------------------------------------------------------------------------------
@@ -94,11 +120,6 @@ def planned_accelerator() -> Iterator[None]:
 
 def is_cpu(device: torch.device) -> bool:
     return device.type == "cpu" and not _is_planning
-
-
-def whole_rows(count: int) -> int:
-    """Round a row count up, because a kernel is prepared anew for every distinct count."""
-    return -(-count // ROW_MULTIPLE) * ROW_MULTIPLE
 
 
 def argmax(x_NV: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ...files import Values
 from ..transformer.decoder import PLAIN
 from . import kernels
-from .cpu import MOST_ROWS, FewRowsLinear
+from .cpu import MOST_ROWS, LaidOutLinear
 from .rounded import JOINED, RoundedLinear, RoundedPart
 
 HFModule: TypeAlias = Any
@@ -228,7 +228,7 @@ def can_join(part: HFModule) -> bool:
     if isinstance(part, RoundedPart):
         return True
     if (
-        type(part) not in (nn.Linear, FewRowsLinear)
+        type(part) not in (nn.Linear, LaidOutLinear)
         or part._forward_hooks
         or part._forward_pre_hooks
     ):

@@ -29,7 +29,7 @@ def is_compiled(request, monkeypatch):
 def large_layer(has_bias=False):
     layer = torch.nn.Linear(256, cpu.LEAST_WEIGHTS // 256, bias=has_bias).requires_grad_(False)
     lay_out(torch.nn.Sequential(layer))
-    assert type(layer) is cpu.FewRowsLinear
+    assert type(layer) is cpu.LaidOutLinear
     return layer
 
 
@@ -81,9 +81,40 @@ def test_many_rows_gradients_other_dtypes_and_small_layers_take_the_usual_way():
     with torch.inference_mode():
         rounded = deepcopy(layer).bfloat16()
         assert torch.equal(rounded(x.bfloat16()), F.linear(x.bfloat16(), rounded.weight))
-    small = torch.nn.Linear(24, 40)
+    small, x = torch.nn.Linear(24, 40), torch.randn(3, 24)
     lay_out(small)
-    assert type(small) is torch.nn.Linear
+    with torch.inference_mode():
+        assert torch.equal(small(x), F.linear(x, small.weight, small.bias))
+
+
+@pytest.mark.parametrize("shape", [(1,), (63,), (64,), (3, 50), (2, 0), (0,)])
+def test_under_autocast_products_have_whole_rows_and_the_same_results(shape, monkeypatch):
+    layer, usual, counts = torch.nn.Linear(24, 40), torch.nn.Linear(24, 40), set()
+    usual.load_state_dict(layer.state_dict())
+    lay_out(layer)
+    multiply = F.linear
+    monkeypatch.setattr(F, "linear", lambda x, *rest: counts.add(len(x)) or multiply(x, *rest))
+    inputs = [torch.randn(*shape, 24, requires_grad=True)]
+    inputs.append(inputs[0].detach().clone().requires_grad_())
+    gradient, outs = torch.randn(*shape, 40), []
+    for x, one in zip(inputs, (layer, usual), strict=True):
+        with torch.autocast("cpu", torch.bfloat16):
+            outs.append(one(x))
+        outs[-1].backward(gradient.to(torch.bfloat16))
+        if one is layer:
+            assert counts == {cpu.whole_rows(gradient[..., 0].numel())}
+    torch.testing.assert_close(*outs, rtol=0.01, atol=0.01)
+    torch.testing.assert_close(*(x.grad for x in inputs), rtol=0.02, atol=0.02)
+    for found, expected in zip(layer.parameters(), usual.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, expected.grad, rtol=0.02, atol=0.05)
+
+
+def test_zeros_fill_the_last_rows_in_bfloat16_only():
+    x = torch.randn(2, 3, 65, 4)
+    assert cpu.padded(x, 2) is x
+    found = cpu.padded(x.bfloat16(), 2)
+    assert found.shape == (2, 3, 128, 4)
+    assert torch.equal(found[:, :, :65], x.bfloat16()) and not found[:, :, 65:].any()
 
 
 def laid_out_engine(monkeypatch, tree_width):

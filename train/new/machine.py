@@ -19,9 +19,6 @@ GPU_LAYER_S = 4.9e-3 / 30
 GPU_PASS_S = 1 / 8.3
 """Least time of a training pass on a GPU, for the same reason: SmolLM2's EAGLE-3 head took 8.3
 steps a second on an H200 (docs/lab/results.md)."""
-LEAST_BF16_WIDTH = 512
-"""Least hidden size of a target for which a CPU trains in bfloat16. Below, preparing a product for
-each new number of rows costs more than bfloat16 saves (docs/lab/training_trials.md)."""
 MEASURED_S = 0.2
 READ_WEIGHTS = 2**25
 """Entries of the weight that is read to measure the memory's speed: more than caches hold."""
@@ -91,7 +88,7 @@ def measured(
 
 def cpu_machine(shape: tuple[int, int, int]) -> Machine:
     device, threads = torch.device("cpu"), torch.get_num_threads()
-    has_bf16 = has_native_bf16(device) and shape[1] >= LEAST_BF16_WIDTH
+    has_bf16 = has_native_bf16(device)
     speeds = measured(device, shape, has_bf16=has_bf16)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     count = f"{threads} thread{'s' * (threads > 1)}"
