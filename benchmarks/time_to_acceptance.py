@@ -7,7 +7,7 @@ trains a head for one target, on the same conversations and on one thread, until
 minutes are spent. pipedraft's entrants run pipedraft's training loop. SpecForge and speculators run
 their own EAGLE-3 training pass, with their own optimizer settings or with ours (`ours`). Their
 heads have the sizes of ours. With `ours` they also start with our fitted weights. All compute in
-float32, which is faster than bfloat16 for the embedded target. SmolLM2's entrants need
+float32. SmolLM2's entrants need
 out/smollm2 and data/smollm2_answers.jsonl (`make` both). Learning rates decay to the budget's end.
 The fit counts. Imports, loading and tokenizing count separately, as `prepared`. `memory_mb` is how
 far training raised the memory above what was resident when it started, `peak_mb` the whole process.
@@ -59,7 +59,6 @@ from pipedraft.train.run import build_trainer
 from pipedraft.train.spd import SPDObjective
 
 CHAIN, PROMPTS, NEW_TOKENS, STAGES = 3, 48, 64, 4
-SEED = 0
 TRIED_STEPS = 3
 """Steps before a run's length is estimated from its pace."""
 FIRST_SHARE = 0.9
@@ -142,7 +141,7 @@ ENTRANTS = {
     "pipedraft, PPSD": Entrant("pipedraft", "ppsd/tiny_n4"),
 }
 # The packages' heads have an LM head of their own and no norms before `fc`.
-SMOLLM2_OPTIONS = ("--model.share_head=false", "--model.fc_norm=false", "--precision=fp32")
+SMOLLM2_OPTIONS = ("--model.share_head=false", "--model.fc_norm=false")
 SMOLLM2 = Recipe(optim=OptimConfig(name="muon", lr=2e-3), tokens=1024, steps=4, first_steps=0)
 SMOLLM2_ENTRANTS = {
     "pipedraft, SmolLM2": Entrant("pipedraft", "real/smollm2_eagle3", SMOLLM2_OPTIONS),
@@ -199,10 +198,10 @@ class Budget:
 # -- entrants -------------------------------------------------------------------------------
 
 
-def trainer_of(entrant: Entrant, folder: Path) -> tuple[Any, float]:
+def trainer_of(entrant: Entrant, folder: Path, seed: int) -> tuple[Any, float]:
     """Build pipedraft's trainer, and return it with the CPU seconds of its initial fit."""
-    words = [f"--config=configs/{entrant.config}.yaml", f"--output_dir={folder}", f"--seed={SEED}"]
-    words += entrant.options
+    words = [f"--config=configs/{entrant.config}.yaml", f"--output_dir={folder}"]
+    words += [f"--seed={seed}", "--precision=fp32", *entrant.options]
     if entrant.package != "pipedraft":
         words.append(f"--model.start={entrant.recipe.start}")
     run, model, _ = parse_run([*words, "--evaluation.decode_prompts=0"], methods(), "")
@@ -236,20 +235,22 @@ def train_own(trainer: Any, budget: Budget) -> tuple[int, int]:
     return progress.step, progress.tokens
 
 
-def batches_of(data: TokenizedData, tokens: int) -> Iterator[Batch]:
+def batches_of(data: TokenizedData, tokens: int, seed: int) -> Iterator[Batch]:
     """Yield padded batches of all epochs; 0 tokens: single conversations."""
     lengths = row_lengths(data.train)
     for epoch in range(10**6):
         if tokens:
-            chosen = batches_left(lengths, SEED, epoch, Cut(tokens), [])
+            chosen = batches_left(lengths, seed, epoch, Cut(tokens), [])
         else:
             chosen = [[row] for row in range(len(lengths))]
-            random.Random(epoch).shuffle(chosen)
+            random.Random(f"{seed} {epoch}").shuffle(chosen)
         for rows in chosen:
             yield Batch.of_rows(data.train, rows, 0, packing=False)
 
 
-def train_peer(model: Any, trainer: Any, entrant: Entrant, budget: Budget) -> tuple[int, int]:
+def train_peer(
+    model: Any, trainer: Any, entrant: Entrant, budget: Budget, seed: int
+) -> tuple[int, int]:
     """Run a package's training pass, and return its steps and supervised tokens."""
     recipe, loss_of = entrant.recipe, CHAINS[entrant.package][2]
     target = trainer.objective.target
@@ -261,7 +262,7 @@ def train_peer(model: Any, trainer: Any, entrant: Entrant, budget: Budget) -> tu
     optimizers = make_optimizers(parameters, recipe.optim) if own is None else own(model)
     peaks = [[group["lr"] for group in optimizer.param_groups] for optimizer in optimizers]
     trained = [x for x in model.parameters() if x.requires_grad]
-    batches = batches_of(trainer.data, recipe.tokens)
+    batches = batches_of(trainer.data, recipe.tokens, seed)
     num_steps = num_tokens = 0
     while budget.share < 1:
         for optimizer, rates in zip(optimizers, peaks, strict=True):
@@ -287,11 +288,11 @@ def step_all(optimizers: list[Optimizer]) -> None:
         optimizer.zero_grad()
 
 
-def run_entrant(name: str, seconds: float, folder: Path) -> dict[str, Any]:
+def run_entrant(name: str, seconds: float, folder: Path, seed: int) -> dict[str, Any]:
     """Train one entrant in this process, and decode the held-out prompts with its head."""
     entrant, head = ALL_ENTRANTS[name], folder / "head"
     torch.set_num_threads(1)
-    trainer, fit_s = trainer_of(entrant, folder / "run")
+    trainer, fit_s = trainer_of(entrant, folder / "run", seed)
     source = trainer.objective.draft.reference.name
     if entrant.package == "pipedraft":
         prepared, budget = time.process_time() - fit_s, Budget(seconds, fit_s)
@@ -301,7 +302,7 @@ def run_entrant(name: str, seconds: float, folder: Path) -> dict[str, Any]:
         model = peer_of(entrant.package, trainer.objective.draft, trainer.objective.target)
         prepared, budget = time.process_time() - fit_s, Budget(seconds, fit_s)
         before_kb = start_peak()
-        num_steps, num_tokens = train_peer(model, trainer, entrant, budget)
+        num_steps, num_tokens = train_peer(model, trainer, entrant, budget, seed)
     spent, parts, peak_kb = budget.spent, budget.report(), memory_kb("VmHWM")
     if entrant.package == "pipedraft":
         head.mkdir(exist_ok=True)
@@ -353,14 +354,16 @@ def races(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Run what is not finished, each entrant in its own process, and yield every result."""
     for length in args.minutes:
         for name in args.only:
-            place = args.out / f"{name.replace(', ', '-')}-{length:g}min"
+            other = f"-seed{args.seed}" if args.seed else ""
+            place = args.out / f"{name.replace(', ', '-')}-{length:g}min{other}"
             place.mkdir(parents=True, exist_ok=True)
             file = place / "result.json"
             if not file.exists():
                 seconds = str(60 * length)
-                result = measure_apart("--entrant", name, "--seconds", seconds, "--in", str(place))
+                words = ("--seconds", seconds, "--seed", str(args.seed), "--in", str(place))
+                result = measure_apart("--entrant", name, *words)
                 write_atomically(file, json.dumps(result).encode())
-            yield {"minutes": length, **json.loads(file.read_text())}
+            yield {"minutes": length, "seed": args.seed, **json.loads(file.read_text())}
 
 
 def main() -> None:
@@ -379,6 +382,7 @@ def main() -> None:
         help=f"entrants, with semicolons; default: {'; '.join(ENTRANTS)}; "
         f"also known: {'; '.join(SMOLLM2_ENTRANTS)}",
     )
+    parser.add_argument("--seed", type=int, default=0, help="of weights and batches; default: 0")
     parser.add_argument("--core", type=int, help="core to stay on")
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     for hidden, kind in (("--entrant", str), ("--seconds", float), ("--in", Path)):
@@ -390,7 +394,7 @@ def main() -> None:
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0)) if args.core is None else args.core})
     if args.entrant:
         with redirect_stdout(sys.stderr):
-            result = run_entrant(args.entrant, args.seconds, vars(args)["in"])
+            result = run_entrant(args.entrant, args.seconds, vars(args)["in"], args.seed)
         print(json.dumps(result))
         return
     os.nice(max(0, 10 - os.nice(0)))

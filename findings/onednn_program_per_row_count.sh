@@ -6,7 +6,7 @@
 # and four to five times as long as the same products again. In float32 they took 21 MB.
 # So training on batches with ever other numbers of rows may be slower in bfloat16, and looks like a leak.
 # ONEDNN_PRIMITIVE_CACHE_CAPACITY limits the memory, but not the time.
-# pipedraft: trains narrow targets in float32 on a CPU, and rounds row counts up where it can.
+# pipedraft: pads rows to multiples of 64 when it trains in bfloat16 on a CPU.
 set -euo pipefail
 place=$(mktemp -d)
 trap 'rm -rf "$place"' EXIT

@@ -282,12 +282,15 @@ class Trainer:
         self, sums: dict[str, Tensor], numbers: dict[str, float] | None = None
     ) -> dict[str, float]:
         """Sum over processes, in one exchange. Every process must have the same keys."""
-        numbers = numbers or {}
-        names, device = sorted(sums), self.accelerator.device
-        parts = [sums[name].double().to(device, non_blocking=True) for name in names]
-        parts.append(torch.tensor(list(numbers.values()), dtype=torch.float64, device=device))
+        device = self.accelerator.device
+        # One copy to the device for all that the host knows.
+        known = {k: float(sums[k]) for k in sorted(sums) if sums[k].device.type == "cpu"}
+        known |= numbers or {}
+        names = sorted(sums.keys() - known.keys())
+        parts = [sums[name].double() for name in names]
+        parts.append(torch.tensor(list(known.values()), dtype=torch.float64, device=device))
         totals = self.accelerator.reduce(torch.hstack(parts), "sum")
-        return dict(zip([*names, *numbers], totals.tolist(), strict=True))
+        return dict(zip([*names, *known], totals.tolist(), strict=True))
 
     # -- evaluation and checkpoints ---------------------------------------------------------
 

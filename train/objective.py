@@ -426,9 +426,12 @@ class ChainObjective(DraftObjective[C]):
         return LossOutput(result.loss, counts_S[0], sums)
 
     def summarize(self, sums: dict[str, float]) -> dict[str, float]:
-        """Return each draft token's rates (given that earlier ones accept) and tokens per round."""
+        """Return each draft token's rates (given that earlier ones accept) and tokens per round.
+
+        While training has shorter chains, tokens per round count later draft tokens as accepted as
+        often as the last one, so that the figure does not jump when chains get longer.
+        """
         metrics = {"loss": sums["loss"] / max(sums["count"], 1)}
-        # Training may have had shorter chains.
         steps = [step for step in range(1, self.num_steps + 1) if f"count_{step}" in sums]
         if self.draft_vocab_size:
             rows = sum(sums[f"count_{step}"] for step in steps)
@@ -436,6 +439,7 @@ class ChainObjective(DraftObjective[C]):
         for key, temperature in (("agreement", 0), ("acceptance", 1)):
             rates = [sums[f"{key}_{step}"] / max(sums[f"count_{step}"], 1) for step in steps]
             metrics |= {f"{key}_{step}": rate for step, rate in zip(steps, rates, strict=True)}
+            rates += rates[-1:] * (self.num_steps - len(rates))
             metrics[f"acceptance_length_T{temperature}"] = acceptance_length(rates)
         return metrics | {"score": metrics["acceptance_length_T0"]}
 

@@ -6,8 +6,9 @@
 
 Each run trains a head for the embedded target in one to five minutes on a CPU core. Finished runs
 are kept and an interrupted run resumes, so you can repeat the command. --measure writes the runs'
-curves to train/curves.csv. Then it forecasts each run's end from its first part, with a prior from
-the other runs, and prints how often the 90 % interval covers the measured end.
+curves to train/curves.csv, which keeps those of other runs. Then it forecasts each run's end from
+its first part, with a prior from the other runs, and prints how often the 90 % interval covers the
+measured end.
 """
 
 import argparse
@@ -66,6 +67,7 @@ TRIAL: dict[str, object] = {
     "evaluation.every_steps": 0,
     "evaluation.max_rows": 94,
 }
+FITTED: dict[str, object] = {"max_steps": 400, "evaluation.decode_prompts": 48}
 HALF: dict[str, object] = {"max_steps": 600, "batch_tokens": 512, "model.start": "ridge"}
 RUNS: dict[str, tuple[str, dict[str, object]]] = {
     "eagle_0": ("eagle/tiny_eagle", {"max_steps": 150}),
@@ -79,6 +81,17 @@ RUNS: dict[str, tuple[str, dict[str, object]]] = {
         "eagle/tiny_eagle3",
         {"max_steps": 150, "seed": 1, "model.num_steps": 3, "batch_tokens": 512},
     ),
+    **{
+        f"eagle3_fitted_{seed}": ("eagle/tiny_eagle3", {**FITTED, "seed": seed})
+        for seed in range(3)
+    },
+    **{
+        f"eagle3_longer_{seed}": (
+            "eagle/tiny_eagle3",
+            {**FITTED, "max_steps": 800, "seed": seed, "log_every_steps": 10},
+        )
+        for seed in (3, 4)
+    },
     "eagle_1": ("eagle/tiny_eagle", {"max_steps": 100, "seed": 1, "optim.lr": 0.001}),
     "ppsd_1": ("ppsd/tiny_n4", {"max_steps": 80, "seed": 1, "batch_tokens": 2048}),
     "mtp_1": ("mtp/tiny", {"max_steps": 100, "seed": 1, "model.num_steps": 1}),
@@ -129,16 +142,18 @@ def read_run(folder: Path) -> Curve:
 
 
 def write_curves(out: Path) -> None:
-    """Write the finished runs' points to train/curves.csv."""
+    """Write the finished runs' points to train/curves.csv. Keep those of runs not in ``out``."""
+    known = read_curves()
+    for name, (_, own) in RUNS.items():
+        if is_finished(out / name, int(str(own["max_steps"]))):
+            known[name] = read_run(out / name)
     with CURVES.open("w", newline="") as file:
         lines = csv.writer(file, lineterminator="\n")
         lines.writerow(["run", "method", "kind", "tokens", "decayed", "length"])
-        for name, (_, own) in RUNS.items():
-            if is_finished(out / name, int(str(own["max_steps"]))):
-                curve = read_run(out / name)
-                for p in curve.points:
-                    place = [p.tokens, f"{p.decayed:.3f}", f"{p.length:.3f}"]
-                    lines.writerow([name, curve.method, p.kind, *place])
+        for name, curve in known.items():
+            for p in curve.points:
+                place = [p.tokens, f"{p.decayed:.3f}", f"{p.length:.3f}"]
+                lines.writerow([name, curve.method, p.kind, *place])
 
 
 def measure(kind: Kind) -> None:
