@@ -14,7 +14,6 @@ from ..models.heads.configs import Eagle3Config
 from ..models.heads.draft import Draft, TargetReference
 from ..models.heads.eagle3 import Eagle3
 from ..models.heads.mtp import MTP
-from ..models.speed import cpu
 from ..models.transformer.layers import LayerConfig
 from .batch import Batch, pick, put
 from .methods import Eagle3TrainConfig, UnrolledConfig
@@ -119,9 +118,8 @@ class UnrolledObjective(ChainObjective[UnrolledC]):
         counts_S = flags_SP.sum(1)
         step_M, place_M = flags_SP.nonzero().unbind(1)
         label_M = order_P[place_M] + 2 + step_M
-        # Later steps need fewer rows; rounded up, because each new count prepares a kernel anew.
         order_P = put(order_P, batch.ids_BT)
-        rows = [order_P[: cpu.whole_rows(count)] for count in counts]
+        rows = [order_P[:count] for count in counts]  # later steps need fewer
         taps = self.hidden(batch)
         states = draft.unroll(draft.feature(taps), batch.ids_BT, rows, batch.documents)
         picked = put(place_M, batch.ids_BT).split(counts_S.tolist())
