@@ -1,6 +1,9 @@
 """Count CUDA graphs, other kernels, waits and uploads per decoding step, on a pretended GPU.
 
     python docs/lab/launches.py
+    python docs/lab/launches.py --training
+
+--training counts kernels, waits and uploads of one optimizer step with three conversations.
 
 The networks are tiny, because the counts do not depend on their sizes. The prompt and the capture
 of graphs are left out. The script uses the tests' pretended device, so it needs a checkout.
@@ -10,13 +13,16 @@ import argparse
 import sys
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "support"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "inference"))
 
 import device_runs
+from accelerate.state import AcceleratorState
 from test_device_decode import HEADS
+from train_runs import make_world
 
 from pipedraft.inference.shapes import TreeShape
 from pipedraft.models.speed.cuda_graphs import Graphs
@@ -30,8 +36,26 @@ ROWS = [
 ]
 
 
+def count_training() -> None:
+    print("| training | kernels | waits | uploads |")
+    print("|---|---|---|---|")
+    with TemporaryDirectory() as folder:
+        world = make_world(Path(folder))
+        for method in ("eagle3", "spd", "ppsd"):
+            AcceleratorState._reset_state()
+            log, _ = device_runs.train_on_gpu(world, method, Path(folder) / method)
+            counts = (x.total() for x in (log.launches, log.syncs, log.uploads))
+            print(f"| {method} | {' | '.join(map(str, counts))} |", flush=True)
+
+
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__).parse_args()
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--training", action="store_true", help="count a training step instead")
+    if parser.parse_args().training:
+        count_training()
+        return
     logs, graphs = [], [0]
     pretend, run = device_runs.pretended_cuda, Graphs.run
     place = device_runs.place_draft

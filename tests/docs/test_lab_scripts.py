@@ -47,3 +47,15 @@ def test_greedy_verification_is_one_graph_without_further_kernels(capsys):
     figures = {line.split(" | ")[0]: re.findall(r"[\d.]+", line)[-4:] for line in lines[2::2]}
     assert figures["| autoregressive"] == ["2.0", "2.0", "1.0", "2.0"]
     assert len(figures) == 5
+
+
+@pytest.mark.all
+def test_a_training_step_waits_four_times_for_the_device(capsys):
+    run_module("docs/lab/launches.py", ["--training"])
+    figures = re.findall(r"\| (\w+) \| (\d+) \| (\d+) \| (\d+) \|", capsys.readouterr().out)
+    assert [(name, int(waits)) for name, _, waits, _ in figures] == [
+        ("eagle3", 4),
+        ("spd", 4),
+        ("ppsd", 4),
+    ]
+    assert all(int(kernels) > 100 and int(uploads) < 12 for _, kernels, _, uploads in figures)
