@@ -6,11 +6,14 @@
         --seconds 120 --out OUT
     python benchmarks/gpu_lease.py trials --target DIR --data OUT --seconds 75 --out OUT
     python benchmarks/gpu_lease.py heads --target DIR --data OUT --seconds 240 --out OUT
+    python benchmarks/gpu_lease.py rows --target DIR --prompts FILE.jsonl \
+        --self-made FILE.safetensors --out OUT
 
 ``prepare`` runs on any machine before the loan. The other commands run on the GPU, and write JSON,
 token rows and heads. Commands with --seconds end after that time. For a small model, a training
 step is mostly launches and Python, so ``generate``, ``trials`` and ``heads`` run several processes
-on one device. ``trials`` and ``heads`` skip heads that are already trained.
+on one device. ``trials`` and ``heads`` skip heads that are already trained. ``rows`` writes what
+``heads`` reads from conversations with answers, instead of ``generate``.
 """
 
 import argparse
@@ -380,6 +383,30 @@ def join(folder: Path, out: Path, seconds: float) -> None:
     write(out / "generate.json", found)
 
 
+def rows_of_answers(options: argparse.Namespace) -> None:
+    """Tokenize answered prompts, add self-made rows, and hold 64 answered ones out."""
+    from pipedraft.pretrained import load_tokenizer
+
+    tokenizer: Any = load_tokenizer(options.target, field="--target")
+    known = []
+    for line in options.prompts.open():
+        *turns, answer = json.loads(line)["messages"]
+        text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        ids = tokenizer(text, add_special_tokens=False).input_ids
+        answer_ids = tokenizer(answer["content"], add_special_tokens=False).input_ids
+        whole = [*ids, *answer_ids, tokenizer.eos_token_id][: options.length]
+        known.append((np.array(whole, np.int32), len(ids)))
+    rng = np.random.default_rng(0)
+    rng.shuffle(known)  # type: ignore[arg-type]
+    rest = known[64:]
+    if options.self_made is not None:
+        rest += list(zip(*read_token_rows(options.self_made), strict=True))
+    pairs = known[:64] + [rest[index] for index in rng.permutation(len(rest))]
+    options.out.mkdir(parents=True, exist_ok=True)
+    write_token_rows(options.out / "rows.safetensors", [p[0] for p in pairs], [p[1] for p in pairs])
+    print(f"{len(pairs)} rows, {sum(len(ids) for ids, _ in pairs)} tokens")
+
+
 # -- train ------------------------------------------------------------------------------------
 
 
@@ -508,6 +535,7 @@ def read_options() -> argparse.Namespace:
         "measure": (measure, ("sizes", "out", "rows", "steps", "random")),
         "generate": (generate, ("target", "prompts", "out", "seconds", "workers", "batch")),
         "generate-part": (generate_part, ("target", "prompts", "out", "seconds", "batch", "part")),
+        "rows": (rows_of_answers, ("target", "prompts", "out", "answered")),
         "trials": (trials, ("target", "data", "out", "seconds", "training")),
         "heads": (heads, ("target", "data", "out", "seconds", "training")),
         "head": (train_head, ("target", "data", "out", "seconds", "training", "one")),
@@ -536,6 +564,9 @@ def add_options(sub: argparse.ArgumentParser, group: str) -> None:
         sub.add_argument("--steps", type=int, default=64)
     elif group == "random":
         sub.add_argument("--random-target", type=Path)
+    elif group == "answered":
+        sub.add_argument("--self-made", type=Path)
+        sub.add_argument("--length", type=int, default=512)
     elif group == "workers":
         sub.add_argument("--workers", type=int, default=3)
     elif group == "batch":

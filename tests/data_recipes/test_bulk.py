@@ -1,5 +1,6 @@
 """Bulk sampling equals decoding one row at a time; token rows survive writing and reading."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from scripts import load_script
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from pipedraft.data_recipes.bulk import Opening, repeats_itself, sample_rows
+from pipedraft.pretrained import load_tokenizer
 
 gpu_lease = load_script("benchmarks/gpu_lease.py")
 END, BRIDGE = 7, (3, 4)
@@ -95,6 +97,38 @@ def test_token_rows_come_back_and_hold_out_rows(tmp_path: Path):
     assert (len(data.train), len(data.valid)) == (1, 1)  # two answers have too few tokens
     assert sum(data.train[0]["loss_mask"]) == 11
     assert sum(data.valid["loss_mask"][0]) == 20
+
+
+def test_answered_prompts_become_token_rows(tmp_path: Path, monkeypatch):
+    lines = [
+        {
+            "messages": [
+                {"role": "user", "content": f"{i}?"},
+                {"role": "assistant", "content": "Yes."},
+            ]
+        }
+        for i in range(70)
+    ]
+    prompts, own = tmp_path / "answered.jsonl", tmp_path / "own.safetensors"
+    prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    made = np.arange(20, 30, dtype=np.int32)
+    gpu_lease.write_token_rows(own, [made], [-4])
+    words = ["rows", "--target=assets/target", f"--prompts={prompts}", f"--self-made={own}"]
+    monkeypatch.setattr(sys, "argv", ["benchmarks/gpu_lease.py", *words, f"--out={tmp_path}"])
+    chosen = gpu_lease.read_options()
+    chosen.run(chosen)
+    ids, marks = gpu_lease.read_token_rows(tmp_path / "rows.safetensors")
+    assert len(ids) == 71 and min(marks[:64]) > 0 and marks.count(-4) == 1
+    assert (ids[marks.index(-4)] == made).all()
+    tokenizer = load_tokenizer("assets/target")
+    texts = {tokenizer.decode(row[n:]) for row, n in zip(ids, marks, strict=True) if n > 0}
+    assert texts == {f"Yes.{tokenizer.eos_token}"}
+    assert {tokenizer.decode(row[:n]) for row, n in zip(ids, marks, strict=True) if n > 0} == {
+        tokenizer.apply_chat_template(
+            line["messages"][:1], tokenize=False, add_generation_prompt=True
+        )
+        for line in lines
+    }
 
 
 @pytest.mark.all
