@@ -130,6 +130,7 @@ def test_every_command_of_this_project_runs_in_one_test_or_another():
         "benchmarks/emulated_link.py",
         "benchmarks/edge/links.py",
         "pipedraft.models.exchange.openvino_ir",
+        "benchmarks/gpu_lease.py",
         "benchmarks/peer_logits.py",
         "benchmarks/planted_faults.py",
         "benchmarks/vllm_fill.py",

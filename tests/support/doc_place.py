@@ -42,6 +42,7 @@ NOT_RUN = {
     "benchmarks/links.py": "needs root, and namespaces of the network",
     "benchmarks/emulated_link.py": "needs root, and namespaces of the network",
     "benchmarks/edge/links.py": "needs root, and namespaces of the network",
+    "benchmarks/gpu_lease.py": "trains for an hour and a half on SmolLM2's answers",
     "benchmarks/peer_logits.py": "runs beside packages that are not installed here",
     "benchmarks/peer_losses.py": "runs beside packages that are not installed here",
     "benchmarks/time_to_acceptance.py": "runs beside packages that are not installed here",
