@@ -261,7 +261,7 @@ def _claim_folder(options: OutputOptions, config: Values, held: ExitStack) -> No
 def _recordings_of(
     methods: Sequence[EvalMethod], runs: Sequence[RunRecord], out: Path
 ) -> list[Recording]:
-    """Read what these methods decoded, without what others left in the folder."""
+    """Read these methods' recordings, and leave out others in the folder."""
     chosen = {run.tree for run in runs if run.chosen is not UNSET and run.tree}
     configs = [method.config for method in methods if not method.picks_shape]
     for method in (method for method in methods if method.picks_shape):
@@ -271,7 +271,7 @@ def _recordings_of(
 
 @dataclass(frozen=True)
 class Outcome:
-    """What an evaluation has made."""
+    """Result of an evaluation."""
 
     entries: list[RunRecord]
     """Table lines, the baseline first; empty if only a share is decoded."""

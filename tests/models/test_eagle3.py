@@ -25,7 +25,7 @@ from pipedraft.models.target import capture_hidden
 from pipedraft.train.batch import Batch
 from pipedraft.train.eagle3 import Eagle3Objective, chain_lengths, counted_steps
 from pipedraft.train.methods import Eagle3TrainConfig
-from pipedraft.train.objective import feature_gap
+from pipedraft.train.objective import acceptance_length, feature_gap
 from pipedraft.train.own_loop import NewHead
 
 torch.set_num_threads(1)
@@ -263,6 +263,11 @@ def test_a_curriculum_trains_short_chains_first_and_evaluates_whole_ones():
         sums = {"loss": float(output.loss.detach()), "count": float(output.counted)}
         metrics = both.summarize(sums | {name: float(x) for name, x in output.sums.items()})
         assert ("agreement_3" in metrics) == (equal is whole)
+        # Short chains count as four draft tokens, the later ones accepted as often as the last.
+        last = "agreement_4" if equal is whole else "agreement_2"
+        names = [f"agreement_{step}" for step in range(1, 5)]
+        rates = [metrics.get(name, metrics[last]) for name in names]
+        assert metrics["acceptance_length_T0"] == acceptance_length(rates)
     own = NewHead(both, SimpleNamespace(), 0)
     for done, equal in ((0.0, short), (1.0, whole)):
         expected = equal(batch, generator)

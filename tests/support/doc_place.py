@@ -49,7 +49,7 @@ NOT_RUN = {
     "pipedraft.models.exchange.openvino_ir": "runs beside packages that are not installed here",
     "docs/lab/other_engines.py": "runs beside packages that are not installed here",
     "docs/lab/cpu_products.py": "times products of a real size",
-    "docs/lab/forecast_curves.py": "trains nineteen heads",
+    "docs/lab/forecast_curves.py": "trains two dozen heads",
 }
 """Reason not to run it, by launcher or module."""
 
